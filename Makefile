@@ -1,0 +1,62 @@
+# `make demo` and `make test` set everything up by themselves, in .venv and .cache.
+# Needed beforehand: Python 3.10 or newer with venv, make, a C++ compiler, a package index.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+SHELL       := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# torch compiles DeepSpeed's C++ operations with the first ninja on PATH, and rebuilds all of them when
+# another version of it answers: it has to be the one in the virtual environment.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Where the compiled operations are kept between runs.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet -c constraints.txt
+# Removes the locks of builds that were killed: torch would wait for them for ever.
+CLEAR_LOCKS := $(BIN)/python -m tests.op_builds
+
+.PHONY: help demo test lint format bench clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+# DeepSpeed comes as source only, and its build must see the torch that it will run with. Hence torch
+# first, then DeepSpeed without an isolated build environment, which might bring another torch along.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch numpy ninja setuptools wheel hatchling
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## probe this machine, then train a small GPT with what was chosen
+	@$(CLEAR_LOCKS)
+	$(BIN)/python examples/train_gpt.py
+
+test: lint  ## lint, type check and all tests
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP)  ## ruff and mypy over the whole tree
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## what the README claims, measured here
+	@$(CLEAR_LOCKS)
+	$(BIN)/python -m benchmarks.choice
+	$(BIN)/python -m benchmarks.stream
+	$(BIN)/python -m benchmarks.startup
+
+clean:  ## back to a fresh clone
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -prune -exec rm -rf {} +

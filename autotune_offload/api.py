@@ -1,0 +1,317 @@
+"""What people call: one line around `deepspeed.initialize`, and the parts of it.
+
+Fail-open lives here: whatever goes wrong in ours costs one warning, and the run starts with the
+user's own configuration. ``"strict": true`` in the ``autotune_offload`` block raises instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autotune_offload import ds_config, zero3
+from autotune_offload import workload as workloads
+from autotune_offload.device import AcceleratorDevice
+from autotune_offload.errors import AutotuneError, ProfileError
+from autotune_offload.probing import lookup, probe
+from autotune_offload.records import Change, Profile, Workload
+from autotune_offload.store import Miss, Store
+
+_log = logging.getLogger("autotune_offload")
+
+_reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was done to one configuration, and why.
+
+    `profile` is None where nothing was tuned; `notices` then say why.
+    """
+
+    profile: Profile | None
+    changes: tuple[Change, ...] = ()
+    notices: tuple[str, ...] = ()
+    source: str = ""
+    """Where the profile comes from: measured now, or a file."""
+    pinned_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What DeepSpeed really page-locked for this engine, by buffer."""
+
+    def text(self) -> str:
+        """The report in plain lines: choice, reasons, changed keys, notices."""
+        return "\n".join([*self._choice_lines(), *self._change_lines(), *self._other_lines()])
+
+    def _choice_lines(self) -> list[str]:
+        if self.profile is None:
+            return ["autotune-offload: the configuration is unchanged"]
+        choice = self.profile.choice
+        words = f"path {choice.path}, cast on the {choice.cast}"
+        lines = [f"autotune-offload: {words} ({self.source})", "why:"]
+        return lines + [f"  - {reason}" for reason in choice.reasons]
+
+    def _change_lines(self) -> list[str]:
+        if not self.changes:
+            return ["config: nothing to change"] if self.profile is not None else []
+        return ["config:"] + [
+            f"  {change.key}: {_shown(change.before)} -> {_shown(change.after)}" for change in self.changes
+        ]
+
+    def _other_lines(self) -> list[str]:
+        pinned = [
+            f"  {name}: {count:,} bytes page-locked" for name, count in self.pinned_bytes.items() if count
+        ]
+        notes = [f"  - {notice}" for notice in self.notices]
+        return ["page-locked by DeepSpeed:", *pinned] * bool(pinned) + ["notes:", *notes] * bool(notes)
+
+
+def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **kwargs: Any) -> Any:
+    """`deepspeed.initialize` with the offload keys chosen for this machine.
+
+    Args:
+        *args: as for `deepspeed.initialize`.
+        autotune: settings that go over the ``autotune_offload`` block of the configuration; False
+            passes everything through untouched.
+        **kwargs: as for `deepspeed.initialize`. Neither the configuration nor `args` is changed.
+
+    Returns:
+        Engine, optimizer, dataloader and scheduler, as DeepSpeed made them.
+    """
+    import deepspeed
+
+    call = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
+    given = _configuration(call)
+    if given is None:
+        return deepspeed.initialize(*args, **kwargs)
+    tuned, report_ = _tuned(given, call.get("model"), autotune)
+    if tuned is not None:
+        _hand_over(call, tuned)
+        # positional names of other versions come back as keywords, which deepspeed takes as well
+        result = deepspeed.initialize(**call)
+    else:
+        result = deepspeed.initialize(*args, **kwargs)
+    _remember(result[0], report_)
+    return result
+
+
+def tune_config(
+    config: object,
+    *,
+    model: Any = None,
+    workload: Workload | None = None,
+    autotune: Mapping[str, Any] | bool | None = None,
+) -> dict[str, Any]:
+    """A configuration with the offload keys chosen for this machine, before anything is initialized.
+
+    Args:
+        config: every form that `deepspeed.initialize` takes, and `pathlib.Path`. Not changed.
+        model: the module that will be trained, for its real partition sizes.
+        workload: instead of `model`, where it does not exist yet; with neither, the newest stored
+            profile of this host decides, or a decoder of a billion parameters.
+        autotune: settings that go over the ``autotune_offload`` block; False changes nothing.
+
+    Raises:
+        ConfigError: the configuration cannot be read.
+    """
+    given = ds_config.read(config)
+    tuned, report_ = _tuned(given, model, autotune, workload)
+    for notice in report_.notices:
+        _log.info("%s", notice)
+    return given if tuned is None else tuned
+
+
+def load_profile(path: str | Path | None = None) -> Profile:
+    """A stored profile: that of the file, or the newest in the cache.
+
+    Raises:
+        ProfileError: no such profile, or one that cannot be used.
+    """
+    store = Store()
+    if path is not None:
+        return store.load(Path(path))
+    for entry in store.entries():
+        if entry.profile is not None:
+            return entry.profile
+    raise ProfileError(f"no stored profile in {store.folder}; make one with `autotune-offload probe`")
+
+
+def report(engine: Any) -> Report:
+    """What was chosen for an engine, why, what was changed, and what DeepSpeed really page-locked."""
+    known = _reports.get(engine)
+    if known is None:
+        known = Report(profile=None, notices=("this engine was not made by autotune_offload.initialize",))
+    return replace(known, pinned_bytes=_really_pinned(engine))
+
+
+# -- one decision ---------------------------------------------------------------------------------
+
+
+def _tuned(
+    given: object, model: Any, autotune: Mapping[str, Any] | bool | None, workload: Workload | None = None
+) -> tuple[dict[str, Any] | None, Report]:
+    """The tuned configuration, or None where the user's own is to be used; and the report."""
+    strict = isinstance(autotune, Mapping) and bool(autotune.get("strict"))
+    try:
+        config = ds_config.read(given)
+        block = config.get(ds_config.BLOCK)
+        strict = strict or (isinstance(block, Mapping) and block.get("strict") is True)
+        return _decided(config, model, autotune, workload)
+    except Exception as error:  # fail open: whatever it is, the user's run starts
+        if strict:
+            raise
+        cause = str(error) if isinstance(error, AutotuneError) else f"{type(error).__name__}: {error}"
+        notice = f"not tuned, the run goes on with your own configuration: {cause}"
+        if _rank() == 0:
+            _log.warning("autotune-offload: %s", notice, exc_info=not isinstance(error, AutotuneError))
+        return None, Report(profile=None, notices=(notice,))
+
+
+def _decided(
+    config: dict[str, Any], model: Any, autotune: Mapping[str, Any] | bool | None, workload: Workload | None
+) -> tuple[dict[str, Any] | None, Report]:
+    settings = ds_config.settings(_with_overrides(config, autotune))
+    why_not = _why_not(config, settings, autotune)
+    if why_not is not None:
+        return None, Report(profile=None, notices=(why_not,))
+    if workload is None and model is not None:
+        workload = workloads.from_module(
+            model, accumulation_steps=_accumulation(config), dtype=_dtype(config)
+        )
+    profile, source, notices = _profile(workload, settings)
+    tuned = zero3.tune(config, profile.choice, version=profile.software.deepspeed, keep=settings.keep)
+    for change in tuned.changes:
+        _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
+    report_ = Report(
+        profile=profile,
+        changes=tuned.changes,
+        notices=(*notices, *tuned.notices, *profile.warnings),
+        source=source,
+    )
+    return tuned.config, report_
+
+
+def _why_not(
+    config: Mapping[str, Any], settings: ds_config.Settings, autotune: Mapping[str, Any] | bool | None
+) -> str | None:
+    """Why this configuration is none of our business, if so: nothing is measured for it."""
+    if autotune is False or not settings.enabled:
+        return "switched off"
+    if not zero3.offloads(config):
+        return "nothing is offloaded at ZeRO stage 1 to 3, so there is nothing to tune"
+    if _world_size() > 1:
+        return (
+            f"{_world_size()} ranks: this version tunes runs of one rank, since sizes that differ between "
+            "ranks would hang the job"
+        )
+    return None
+
+
+def _profile(workload: Workload | None, settings: ds_config.Settings) -> tuple[Profile, str, tuple[str, ...]]:
+    """The stored profile of this environment, or a new one that is stored if it can be."""
+    store, device = Store(), AcceleratorDevice()
+    steered = settings.steers_the_choice
+    if not steered:
+        found = lookup(store, workload, device)
+        if not isinstance(found, Miss):
+            return found, f"stored profile of {found.created}", ()
+        _log.info("measuring this host: %s", found.reason)
+    budget = None if isinstance(settings.budget_seconds, str) else settings.budget_seconds
+    profile = probe(workload=workload, budget_seconds=budget, settings=settings, device=device)
+    if steered:
+        return profile, "measured now, with what you fixed; not stored", ()
+    try:
+        return profile, f"measured now, stored in {store.save(profile)}", ()
+    except ProfileError as error:
+        return profile, "measured now", (f"the profile was not stored: {error}",)
+
+
+def _with_overrides(config: Mapping[str, Any], autotune: Mapping[str, Any] | bool | None) -> dict[str, Any]:
+    block = config.get(ds_config.BLOCK)
+    if not isinstance(autotune, Mapping):
+        return dict(config)
+    if isinstance(block, Mapping):
+        return {**config, ds_config.BLOCK: {**block, **autotune}}
+    return {**config, ds_config.BLOCK: dict(autotune)}
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    """The gradients' dtype by the configuration; None leaves it to the module's own parameters."""
+    for section, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        enabled = config.get(section, {})
+        if isinstance(enabled, Mapping):
+            if enabled.get("enabled") is True:
+                return dtype
+            if enabled.get("enabled") == "auto":
+                return None
+    return "float32"
+
+
+def _accumulation(config: Mapping[str, Any]) -> int:
+    steps = config.get("gradient_accumulation_steps", 1)
+    return steps if isinstance(steps, int) and steps > 0 else 1
+
+
+def _world_size() -> int:
+    """Of the process group where there is one, else what a launcher announced."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK") or 0)
+
+
+# -- the call -------------------------------------------------------------------------------------
+
+
+def _configuration(call: Mapping[str, Any]) -> object:
+    """The configuration by DeepSpeed's own order: config, config_params, args.deepspeed_config."""
+    for name in ("config", "config_params"):
+        if call.get(name) is not None:
+            return call[name]
+    return getattr(call.get("args"), "deepspeed_config", None)
+
+
+def _hand_over(call: dict[str, Any], tuned: dict[str, Any]) -> None:
+    """Put the tuned configuration where DeepSpeed reads it first, and take the others out."""
+    in_args = getattr(call.get("args"), "deepspeed_config", None)
+    given_directly = call.get("config") is not None or call.get("config_params") is not None
+    if in_args is not None and not given_directly:
+        call["args"] = copy.copy(call["args"])
+        call["args"].deepspeed_config = None
+    call["config"] = tuned
+    call.pop("config_params", None)
+
+
+def _remember(engine: Any, report_: Report) -> None:
+    _reports[engine] = report_
+
+
+def _really_pinned(engine: Any) -> dict[str, int]:
+    """Bytes of DeepSpeed's own host buffers that are page-locked, by what they are for."""
+    optimizer = getattr(engine, "optimizer", None)
+    buffers = {
+        "gradient accumulation": [getattr(optimizer, "grad_partitions_flat_buffer", None)],
+        "fp32 gradients": [p.grad for p in getattr(optimizer, "fp32_partitioned_groups_flat", None) or []],
+        "16-bit parameters": [getattr(optimizer, "lp_param_buffer", None)],
+    }
+    return {name: sum(_pinned_bytes(t) for t in tensors) for name, tensors in buffers.items()}
+
+
+def _pinned_bytes(tensor: Any) -> int:
+    if tensor is None or tensor.device.type != "cpu" or not tensor.numel():
+        return 0
+    return int(tensor.nbytes) if tensor.is_pinned() else 0
+
+
+def _shown(value: object) -> str:
+    return "absent" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,149 @@
+"""`autotune-offload apply`: a ds_config in, the tuned one out, with every change and its reason."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autotune_offload.cli import options
+from autotune_offload.cli.outcome import SAVED
+from autotune_offload.cli.output import emit_json, notice, stdout_set_aside
+from autotune_offload.cli.stored import find_profile, fitting_profile, open_store
+from autotune_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autotune_offload.ds_config import Settings
+    from autotune_offload.records import Change, Choice, Profile
+    from autotune_offload.zero3 import Tuned
+
+
+@click.command("apply", short_help="Write the choice into a ds_config: the tuned config and a diff.")
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write there."
+)
+@click.option("--profile", metavar="PROFILE", help="A file or the start of a key [default: this host's].")
+@click.option("--diff", "as_diff", is_flag=True, help="Show a unified diff on stderr too.")
+@options.cache_option
+@options.json_option
+def command(
+    *,
+    config: Path,
+    output: Path | None,
+    profile: str | None,
+    as_diff: bool,
+    cache: Path | None,
+    as_json: bool,
+) -> None:
+    """Write the stored choice into CONFIG: the tuned config to stdout, or to FILE with -o.
+
+    CONFIG itself is never changed. What changed and why goes to stderr. --json gives the tuned config
+    together with the list of changes as one document.
+    """
+    _refuse_the_input(config, output)
+    with stdout_set_aside():
+        store = open_store(cache)
+        found, path = find_profile(store, profile) if profile else fitting_profile(store)
+        before, tuned = _tune(config, found)
+    indent = _indent_of(config)
+    _explain_changes(config, before, tuned, as_diff=as_diff, indent=indent)
+    if output is not None:
+        _write(output, _dump(tuned.config, indent))
+    if as_json:
+        emit_json(_document(tuned, path, output))
+    elif output is None:
+        click.echo(_dump(tuned.config, indent), nl=False)
+
+
+def _refuse_the_input(config: Path, output: Path | None) -> None:
+    if output is not None and output.exists() and output.samefile(config):
+        raise click.UsageError(f"-o {output} is CONFIG itself, which is never rewritten; name another file")
+
+
+def _tune(config: Path, profile: Profile) -> tuple[dict[str, Any], Tuned]:
+    from autotune_offload import ds_config, host, zero3
+
+    before = ds_config.read(config)
+    settings = ds_config.settings(before)
+    if not settings.enabled:
+        off = f'"{ds_config.BLOCK}": {{"enabled": false}} in {config}: nothing was tuned'
+        return before, zero3.Tuned(config=before, changes=(), notices=(off,))
+    version = host.software().deepspeed
+    tuned = zero3.tune(before, profile.choice, version=version, keep=settings.keep)
+    return before, replace(tuned, notices=(*_disagreements(settings, profile.choice), *tuned.notices))
+
+
+def _disagreements(settings: Settings, choice: Choice) -> Iterator[str]:
+    """What the config's own block fixes and the stored choice has otherwise."""
+    for name in ("path", "cast", "buffer_bytes", "buffer_count", "host_threads"):
+        fixed, chosen = getattr(settings, name), getattr(choice, name)
+        if fixed not in ("auto", chosen):
+            yield f"the config fixes {name} {fixed!r}; the stored choice, whose keys these are, has {chosen!r}"
+
+
+def _explain_changes(
+    config: Path, before: dict[str, Any], tuned: Tuned, *, as_diff: bool, indent: int | str
+) -> None:
+    for text in tuned.notices:
+        notice(f"note: {text}")
+    if as_diff:
+        notice(_unified_diff(config, _dump(before, indent), _dump(tuned.config, indent)))
+    if not tuned.changes:
+        notice("no key was changed")
+    for change in tuned.changes:
+        notice(sentence(change))
+
+
+def sentence(change: Change) -> str:
+    """``key: before -> after`` and below it the reason."""
+    before = "absent" if change.before is None else json.dumps(change.before)
+    after = "removed" if change.after is None else json.dumps(change.after)
+    return f"{change.key}: {before} -> {after}\n    {change.reason}"
+
+
+def _unified_diff(config: Path, before: str, after: str) -> str:
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), str(config), f"{config} (tuned)", lineterm=""
+    )
+    return "\n".join(lines)
+
+
+def _indent_of(config: Path) -> int | str:
+    """The indentation that the user's file has, so that the two compare line by line."""
+    found = re.search(r"^([ \t]+)\S", config.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return found[1] if found else 2
+
+
+def _dump(config: dict[str, Any], indent: int | str) -> str:
+    try:
+        return json.dumps(config, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise ConfigError(f"the config cannot be written as JSON: {error}; write a finite number") from error
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}; name another file with -o") from error
+    click.get_current_context().meta[SAVED] = output
+    notice(f"written: {output}")
+
+
+def _document(tuned: Tuned, profile: Path | None, output: Path | None) -> dict[str, Any]:
+    from autotune_offload.records import to_plain
+
+    return {
+        "config": tuned.config,
+        "changes": to_plain(tuned.changes),
+        "notices": list(tuned.notices),
+        "profile": str(profile) if profile else None,
+        "output": str(output) if output else None,
+    }

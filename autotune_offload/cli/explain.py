@@ -1,0 +1,119 @@
+"""`autotune-offload explain`: why this choice, and what each alternative would have cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autotune_offload.cli import options, units
+from autotune_offload.cli.alternatives import (
+    Alternative,
+    alternatives,
+    best_of_each,
+    rejections,
+    verdict,
+)
+from autotune_offload.cli.output import console, emit_json
+from autotune_offload.cli.stored import find_profile, open_store
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autotune_offload.records import Choice, Profile
+
+
+@click.command("explain", short_help="Why this choice; what each alternative would have cost.")
+@options.profile_argument
+@options.cache_option
+@options.json_option
+def command(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
+    """Explain a stored choice: PROFILE is a file or the start of a key, by default the newest.
+
+    Shows the best candidate of each path and cast and each sequence of DeepSpeed's own, what it costs a
+    backward pass against the chosen one, and the rule or the limit that put it aside.
+    """
+    found, path = find_profile(open_store(cache), profile)
+    if as_json:
+        emit_json(_document(found, path))
+    else:
+        _print(console(), found)
+
+
+def _document(profile: Profile, path: Path) -> dict[str, Any]:
+    from autotune_offload.records import to_plain
+
+    return {
+        "profile": str(path),
+        "choice": to_plain(profile.choice),
+        "alternatives": [
+            {**asdict(row), "verdict": verdict(row, profile.choice)}
+            for row in best_of_each(alternatives(profile))
+        ],
+        "rejected": [
+            {"reason": rows[0].rejected, "candidates": [f"{row.name} {row.detail}".strip() for row in rows]}
+            for rows in rejections(profile)
+        ],
+    }
+
+
+def _print(out: Console, profile: Profile) -> None:
+    from autotune_offload.cli.readable import bullets, describe_choice, heading
+
+    choice = profile.choice
+    out.print(f"Choice: {describe_choice(choice)}", style="bold")
+    bullets(out, choice.reasons)
+    out.print(_gain(choice))
+    heading(out, "Alternatives, the best of each kind (time added to a backward pass)")
+    _print_alternatives(out, best_of_each(alternatives(profile)), choice)
+    _print_rejections(out, rejections(profile))
+    _print_sizes(out, choice)
+
+
+def _gain(choice: Choice) -> str:
+    tie = "; another path was within it: a tie" if choice.tie else ""
+    return (
+        f"DeepSpeed's own time over the chosen time: {units.times(choice.gain)} "
+        f"(noise of these trials: {units.percent(choice.noise)}{tie})"
+    )
+
+
+def _print_alternatives(out: Console, rows: list[Alternative], choice: Choice) -> None:
+    from autotune_offload.cli.readable import bullets, mark, table
+
+    grid = table("", "path", folds="details", right=("predicted", "measured", "to chosen"))
+    for row in rows:
+        grid.add_row(
+            mark(row),
+            row.name,
+            row.detail,
+            units.duration(row.predicted_seconds),
+            units.duration(row.measured_seconds),
+            units.times(row.times_chosen),
+        )
+    out.print(grid)
+    out.print()
+    bullets(out, (f"{row.name}: {verdict(row, choice)}" for row in rows if not (row.chosen or row.rejected)))
+
+
+def _print_rejections(out: Console, groups: list[list[Alternative]]) -> None:
+    from autotune_offload.cli.readable import bullets, heading
+
+    if groups:
+        heading(out, "Rejected by a limit or rule (of several the cheapest is quoted)")
+        bullets(out, (f"{_names(rows)}: {rows[0].rejected}" for rows in groups))
+
+
+def _names(rows: list[Alternative]) -> str:
+    names = list(dict.fromkeys(row.name for row in rows))
+    return f"{len(rows)} candidate{'s' if len(rows) > 1 else ''} ({'; '.join(names)})"
+
+
+def _print_sizes(out: Console, choice: Choice) -> None:
+    from autotune_offload.cli.readable import bullets, heading
+
+    if choice.sizes.reasons:
+        heading(out, "ZeRO-3 sizes")
+        bullets(out, choice.sizes.reasons.values())

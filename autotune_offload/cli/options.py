@@ -1,0 +1,73 @@
+"""Options that several verbs share, and the values that they accept."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from pathlib import Path
+
+import click
+
+_COUNT = re.compile(
+    r"(?P<number>\d+(_\d+)*(\.\d+)?(e\+?\d{1,3})?)\s*(?P<unit>[kmbt]?)", re.IGNORECASE | re.ASCII
+)
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_LARGEST_COUNT = 10**15
+
+_SIZE = re.compile(r"(?P<number>\d+(_\d+)*(\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE | re.ASCII)
+_SIZE_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", start=1)},
+}
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""The spelling of the command line, which is DeepSpeed's, to torch's."""
+
+
+def parameter_count(text: str) -> int:
+    """A number of parameters: 7b, 7e9, 125M, 350_000_000. A usage error says what was expected."""
+    expected = "expected a whole number of parameters such as 7b, 125M, 7e9 or 350_000_000"
+    found = _COUNT.fullmatch(text.strip())
+    if found is None:
+        raise click.BadParameter(f"{text!r} is not a count; {expected}")
+    number = Decimal(found["number"]) * _COUNT_UNITS[found["unit"].lower()]
+    if not 1 <= number <= _LARGEST_COUNT or number != number.to_integral_value():
+        raise click.BadParameter(f"{text!r} is not a whole number from 1 to 1e15; {expected}")
+    return int(number)
+
+
+def byte_size(text: str) -> int:
+    """A size in bytes: 4GiB, 512MiB, 2GB (1e9 bytes each), 1048576."""
+    found = _SIZE.fullmatch(text.strip())
+    unit = _SIZE_UNITS.get(found["unit"].lower()) if found else None
+    if found is None or unit is None:
+        raise click.BadParameter(f"{text!r} is not a size; expected bytes such as 4GiB, 512MiB or 1048576")
+    return int(Decimal(found["number"]) * unit)
+
+
+def positive_seconds(text: str) -> float:
+    """A time in seconds: finite and above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise click.BadParameter(f"{text!r} is not a time; expected seconds above 0 such as 5 or 2.5")
+    return seconds
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else."
+)
+
+cache_option = click.option(
+    "--cache",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder of the stored profiles [default: $AUTOTUNE_OFFLOAD_CACHE or the platform's cache folder].",
+)
+
+profile_argument = click.argument("profile", required=False)

@@ -1,0 +1,37 @@
+"""How the program ends: exit 0 done, 1 could not, 2 bad usage, 130 interrupted."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import click
+
+from autotune_offload.errors import AutotuneError
+
+SAVED = "autotune_offload.saved"
+"""Key in the context's `meta` of the file that the verb has written."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Verbs(click.Group):
+    """A group whose verbs end in a message, never in a traceback, for what a user can mend."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb; our own errors become one message and exit 1."""
+        try:
+            return super().invoke(ctx)
+        except AutotuneError as error:
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise click.ClickException(
+                f"cannot write: {error.strerror}; make room and run it again"
+            ) from error
+        except KeyboardInterrupt:
+            saved = ctx.meta.get(SAVED)
+            kept = f"{saved} was saved before that" if saved else "nothing was saved"
+            click.echo(f"interrupted; {kept}", err=True)
+            ctx.exit(130)

@@ -1,0 +1,183 @@
+"""`autotune-offload probe`: measure this host, choose, save the profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune_offload.cli import options
+from autotune_offload.cli.outcome import SAVED
+from autotune_offload.cli.output import console, emit_json, notice, stdout_set_aside
+from autotune_offload.cli.progress import Reporter
+from autotune_offload.cli.stored import open_store
+
+if TYPE_CHECKING:
+    from autotune_offload.records import Profile, Workload
+    from autotune_offload.store import Store
+
+PLANS = ("quick", "standard", "thorough")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    workload: Workload | None
+    plan: str | None
+    budget_seconds: float | None
+    max_pinned_bytes: int | None
+    refresh: bool
+    save: bool
+
+
+@click.command("probe", short_help="Measure this host, choose, save the profile.")
+@click.option(
+    "--budget",
+    type=options.positive_seconds,
+    metavar="SECONDS",
+    help="Time to measure for, imports not counted.",
+)
+@click.option("--plan", type=click.Choice(PLANS), help="How much to measure [default: standard].")
+@click.option(
+    "--params", type=options.parameter_count, metavar="COUNT", help="Parameters of the model: 7b, 125M, 7e9."
+)
+@click.option(
+    "--model",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="PATH",
+    help="A Hugging Face config.json, or the folder that holds it.",
+)
+@click.option("--world-size", type=click.IntRange(min=1), help="Ranks that share the model [default: 1].")
+@click.option("--accumulation-steps", type=click.IntRange(min=1), help="Micro-steps a step [default: 1].")
+@click.option("--dtype", type=click.Choice(list(options.DTYPES)), help="Gradients' dtype [default: bf16].")
+@click.option(
+    "--max-pinned",
+    type=options.byte_size,
+    metavar="SIZE",
+    help="Never page-lock more than this: 4GiB, 512MiB.",
+)
+@click.option("--refresh", is_flag=True, help="Measure again, even where a stored profile fits.")
+@click.option("--no-save", is_flag=True, help="Do not store what was measured.")
+@options.cache_option
+@options.json_option
+def command(
+    *,
+    budget: float | None,
+    plan: str | None,
+    params: int | None,
+    model: Path | None,
+    world_size: int | None,
+    accumulation_steps: int | None,
+    dtype: str | None,
+    max_pinned: int | None,
+    refresh: bool,
+    no_save: bool,
+    cache: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure how this host moves offload data, choose, and save the profile.
+
+    Where a stored profile fits this environment and workload it is used; --refresh measures again.
+    """
+    if params is not None and model is not None:
+        raise click.UsageError("--params and --model both describe the model; give one of them")
+    with stdout_set_aside():
+        request = _Request(
+            workload=_workload(params, model, world_size, accumulation_steps, dtype),
+            plan=plan,
+            budget_seconds=budget,
+            max_pinned_bytes=max_pinned,
+            refresh=refresh,
+            save=not no_save,
+        )
+        profile, path = _obtain(open_store(cache), request)
+    if as_json:
+        from autotune_offload.records import to_plain
+
+        emit_json(to_plain(profile))
+    else:
+        from autotune_offload.cli.readable import print_profile
+
+        print_profile(console(), profile, path)
+
+
+def _workload(
+    params: int | None,
+    model: Path | None,
+    world_size: int | None,
+    accumulation_steps: int | None,
+    dtype: str | None,
+) -> Workload | None:
+    """What the options describe, or None where they leave it all to the probe."""
+    if (params, model, world_size, accumulation_steps, dtype) == (None,) * 5:
+        return None
+    from autotune_offload import workload
+
+    ranks, steps, torch_name = world_size or 1, accumulation_steps or 1, options.DTYPES[dtype or "bf16"]
+    if model is not None:
+        return workload.from_hf_config(model, world_size=ranks, accumulation_steps=steps, dtype=torch_name)
+    count = params or workload.DEFAULT_PARAMETERS
+    return workload.from_parameter_count(count, world_size=ranks, accumulation_steps=steps, dtype=torch_name)
+
+
+def _obtain(store: Store, request: _Request) -> tuple[Profile, Path | None]:
+    """The stored profile that fits, else a new one, and where it is stored."""
+    if not request.refresh:
+        stored = _stored(store, request)
+        if stored is not None:
+            return stored
+    profile = _measure(request)
+    return profile, _save(store, profile) if request.save else None
+
+
+def _stored(store: Store, request: _Request) -> tuple[Profile, Path] | None:
+    from autotune_offload.probing import lookup
+    from autotune_offload.records import Profile
+
+    found = lookup(store, request.workload)
+    if not isinstance(found, Profile):
+        notice(found.reason)
+        return None
+    bound = _max_pinned(found)
+    if request.max_pinned_bytes not in (None, bound):
+        notice("the stored profile was measured with another --max-pinned; measuring this host")
+        return None
+    unused = [name for name, value in _measuring_options(request).items() if value is not None]
+    ignored = f"; {' and '.join(unused)} had no effect" if unused else ""
+    notice(f"used the profile of {found.created}, plan {found.plan}{ignored}; --refresh measures again")
+    return found, store.path_of(found.fingerprint)
+
+
+def _measuring_options(request: _Request) -> dict[str, object]:
+    return {"--plan": request.plan, "--budget": request.budget_seconds}
+
+
+def _max_pinned(profile: Profile) -> int | None:
+    return next((bound.bytes for bound in profile.limits.bounds if bound.name == "max_pinned_bytes"), None)
+
+
+def _measure(request: _Request) -> Profile:
+    from autotune_offload.probing import probe
+
+    with Reporter("measuring this host") as progress:
+        return probe(
+            workload=request.workload,
+            plan=request.plan or "standard",
+            budget_seconds=request.budget_seconds,
+            max_pinned_bytes=request.max_pinned_bytes,
+            progress=progress,
+        )
+
+
+def _save(store: Store, profile: Profile) -> Path | None:
+    """Where it was saved, or None with a notice: what was measured is shown all the same."""
+    from autotune_offload.errors import ProfileError
+
+    try:
+        path = store.save(profile)
+    except ProfileError as error:
+        notice(f"not saved: {error}")
+        return None
+    click.get_current_context().meta[SAVED] = path
+    return path

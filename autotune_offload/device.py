@@ -1,0 +1,429 @@
+"""The device as the paths and the timing loops see it.
+
+`Device` is the interface; `AcceleratorDevice` implements it on DeepSpeed's own accelerator, so that
+memory is allocated, pinned and waited for exactly as DeepSpeed will do it. Creating one sets up no
+context: the first allocation does. Tensors are torch tensors of one dimension; counts are elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autotune_offload.errors import DeviceError, PinError
+from autotune_offload.records import DeviceIdentity
+
+SYNCHRONOUS_KINDS = frozenset({"cpu"})
+"""Kinds whose operations have finished when the call returns: there a no-op synchronize is right."""
+
+
+class Event(Protocol):
+    """A point in a stream's order that the host can wait for."""
+
+    def record(self, stream: Any) -> None:
+        """Put the event behind all that `stream` holds now."""
+
+    def synchronize(self) -> None:
+        """Block the host until everything before the event is done."""
+
+
+class Stream(Protocol):
+    """An order of device work; created by `Device.new_stream`."""
+
+    def synchronize(self) -> None:
+        """Block the host until everything in the stream is done."""
+
+    def wait_event(self, event: Any) -> None:
+        """Hold back later work of this stream until the event is reached."""
+
+
+class _Completed:
+    """The event of a synchronous device: everything before it is done already."""
+
+    def record(self, stream: Any) -> None:
+        del stream
+
+    def synchronize(self) -> None:
+        return None
+
+
+class Device(ABC):
+    """What can be done with one accelerator and the host memory beside it.
+
+    `synchronous` devices have finished every operation when the call returns. `shares_host_memory`
+    says that device memory is host memory (the CPU), so that a copy and a cast can be one pass.
+    """
+
+    identity: DeviceIdentity
+    synchronous: bool
+    shares_host_memory: bool
+
+    @abstractmethod
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised device memory, shape (elements,)."""
+
+    @abstractmethod
+    def pinned_empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Page-locked host memory, shape (elements,). Raises PinError when it cannot be had."""
+
+    @abstractmethod
+    def why_not_pinned(self) -> str | None:
+        """None where pinned memory is on offer, else the reason in words."""
+
+    def release_pinned(self, pinned: Tensor) -> None:
+        """Give back what `pinned_empty` returned; the tensor must not be used afterwards."""
+        del pinned
+
+    def host_empty(self, elements: int, dtype: torch.dtype, *, touched: bool = True) -> Tensor:
+        """Pageable host memory, shape (elements,): touched pages, or ones that were never used.
+
+        Untouched memory comes straight from the kernel, since an allocator may hand out pages that it
+        kept. It is unmapped when the last tensor on it goes.
+        """
+        if touched:
+            return torch.empty(elements, dtype=dtype, device="cpu").zero_()
+        size = max(elements, 1) * dtype.itemsize
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype, count=elements)
+
+    @abstractmethod
+    def d2h(self, destination: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
+        """Copy device to host on the current stream. Dtypes may differ only where torch casts."""
+
+    @abstractmethod
+    def h2d(self, destination: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
+        """Copy host to device on the current stream."""
+
+    @abstractmethod
+    def h2h(self, destination: Tensor, source: Tensor) -> None:
+        """Copy host to host in the calling thread, casting where the dtypes differ."""
+
+    @abstractmethod
+    def cast(self, destination: Tensor, source: Tensor) -> None:
+        """Copy within device memory on the current stream, casting where the dtypes differ."""
+
+    @abstractmethod
+    def new_stream(self) -> Stream | None:
+        """A stream beside the default one; None where the device has none."""
+
+    @abstractmethod
+    def on(self, stream: Stream | None) -> contextlib.AbstractContextManager[Any]:
+        """Work inside goes to `stream`; None is the current one."""
+
+    @abstractmethod
+    def record_event(self) -> Event:
+        """An event behind all work that is queued on the current stream."""
+
+    @abstractmethod
+    def order_after(self, stream: Stream | None, event: Event) -> None:
+        """Later work on `stream` waits for `event`, without blocking the host."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until the whole device is idle."""
+
+    @abstractmethod
+    def synchronize_stream(self) -> None:
+        """Block the host until the current stream is done."""
+
+    def now(self) -> float:
+        """Seconds on the clock that this device's work is timed with."""
+        return time.perf_counter()
+
+    def intraop_threads(self) -> int:
+        """Threads that a host operation in the calling thread may use."""
+        return torch.get_num_threads()
+
+
+class AcceleratorDevice(Device):
+    """The accelerator that DeepSpeed chose, through `deepspeed.accelerator.get_accelerator()`.
+
+    Args:
+        accelerator: a `DeepSpeedAccelerator`; None asks DeepSpeed, which honours DS_ACCELERATOR.
+        index: device index; None takes LOCAL_RANK where a launcher set it, else the current device.
+    """
+
+    def __init__(self, accelerator: Any = None, index: int | None = None) -> None:
+        """Raises DeviceError where DeepSpeed's choice of accelerator cannot be loaded."""
+        self._accelerator = accelerator if accelerator is not None else _deepspeed_accelerator()
+        kind = str(self._accelerator.device_name()).partition(":")[0]
+        self.shares_host_memory = kind == "cpu"
+        self.synchronous = kind in SYNCHRONOUS_KINDS
+        self._mark_step = _mark_step() if kind == "hpu" else _nothing
+        self._index = _local_index(self._accelerator, kind) if index is None else index
+        self._place = "cpu" if kind == "cpu" else f"{kind}:{self._index}"
+        self.identity = identify(self._accelerator, kind, self._index)
+
+    @contextlib.contextmanager
+    def selected(self) -> Iterator[AcceleratorDevice]:
+        """Make this the current device inside, and put the former one back."""
+        if self.shares_host_memory:
+            yield self
+            return
+        before = self._accelerator.current_device()
+        self._accelerator.set_device(self._index)
+        try:
+            yield self
+        finally:
+            self._accelerator.set_device(before)
+
+    # -- memory --
+
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised device memory, shape (elements,)."""
+        return torch.empty(elements, dtype=dtype, device=self._place)
+
+    def pinned_empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Page-locked host memory through the accelerator's own `pin_memory`, as DeepSpeed does it."""
+        pageable = torch.empty(elements, dtype=dtype, device="cpu")
+        try:
+            pinned: Tensor = self._accelerator.pin_memory(pageable)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise PinError(f"page-locking {pageable.nbytes:,} bytes failed: {error}") from error
+        if pinned is pageable or not self._is_pinned(pinned):
+            raise PinError(f"the {self.identity.kind} accelerator's pin_memory returned pageable memory")
+        return pinned
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        """DeepSpeed's own answer: it knows its native backend too; older ones only have torch's."""
+        ask = getattr(self._accelerator, "is_pinned", None)
+        try:
+            return bool(ask(tensor) if ask is not None else tensor.is_pinned())
+        except RuntimeError:
+            return False
+
+    def why_not_pinned(self) -> str | None:
+        """Tries one page, so that the answer is about this process and not about a name."""
+        try:
+            self.release_pinned(self.pinned_empty(mmap.PAGESIZE, torch.uint8))
+        except PinError as error:
+            return str(error)
+        return None
+
+    def release_pinned(self, pinned: Tensor) -> None:
+        """Unpin through the accelerator where it has a way to; torch frees with the last reference."""
+        unpin = getattr(self._accelerator, "unpin_memory", None)
+        if unpin is not None:
+            unpin(pinned)
+
+    # -- work --
+
+    def d2h(self, destination: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
+        """Copy device to host on the current stream."""
+        destination.copy_(source, non_blocking=non_blocking)
+
+    def h2d(self, destination: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
+        """Copy host to device on the current stream."""
+        destination.copy_(source, non_blocking=non_blocking)
+
+    def h2h(self, destination: Tensor, source: Tensor) -> None:
+        """Copy host to host in the calling thread, casting where the dtypes differ."""
+        destination.copy_(source)
+
+    def cast(self, destination: Tensor, source: Tensor) -> None:
+        """Copy within device memory on the current stream, casting where the dtypes differ."""
+        destination.copy_(source)
+
+    # -- order --
+
+    def new_stream(self) -> Stream | None:
+        """A new stream of the accelerator's; None on the CPU."""
+        make = self._accelerator.Stream
+        return None if make is None else make()
+
+    def on(self, stream: Stream | None) -> contextlib.AbstractContextManager[Any]:
+        """Work inside goes to `stream`; None is the current one."""
+        return contextlib.nullcontext() if stream is None else self._accelerator.stream(stream)
+
+    def record_event(self) -> Event:
+        """An event behind all work that is queued on the current stream."""
+        if self.synchronous:
+            return _Completed()
+        make = self._accelerator.Event
+        if make is None:
+            raise DeviceError(f"the {self.identity.kind} accelerator offers no events; use path direct")
+        self._mark_step()
+        event: Event = make()
+        event.record(self._accelerator.current_stream())
+        return event
+
+    def order_after(self, stream: Stream | None, event: Event) -> None:
+        """Later work on `stream` waits for `event`, without blocking the host."""
+        target = stream if stream is not None else self._accelerator.current_stream()
+        if not self.synchronous and target is not None:
+            target.wait_event(event)
+
+    def synchronize(self) -> None:
+        """Block the host until the whole device is idle."""
+        self._mark_step()
+        self._accelerator.synchronize()
+
+    def synchronize_stream(self) -> None:
+        """Block the host until the current stream is done."""
+        self._mark_step()
+        stream = self._accelerator.current_stream()
+        if stream is not None:
+            stream.synchronize()
+        elif not self.synchronous:
+            raise DeviceError(f"the {self.identity.kind} accelerator has no current stream to wait for")
+
+
+def _deepspeed_accelerator() -> Any:
+    try:
+        from deepspeed.accelerator import get_accelerator
+
+        return get_accelerator()
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise DeviceError(f"DeepSpeed cannot load its accelerator: {error}") from error
+
+
+def _nothing() -> None:
+    return None
+
+
+def _mark_step() -> Any:
+    """Gaudi's lazy mode keeps operations back until mark_step; in eager mode it does nothing.
+
+    Source: docs.habana.ai, PyTorch/Reference/mark_step.
+    """
+    try:
+        return importlib.import_module("habana_frameworks.torch.core").mark_step
+    except ImportError as error:
+        raise DeviceError(f"an HPU needs habana_frameworks, which cannot be imported: {error}") from error
+
+
+def _local_index(accelerator: Any, kind: str) -> int:
+    if kind == "cpu":
+        return int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = os.environ.get("LOCAL_RANK")
+    index = int(local_rank) if local_rank is not None else int(accelerator.current_device())
+    count = int(accelerator.device_count())
+    if index >= count:
+        # One visible device a process is how several launchers isolate ranks.
+        index = int(accelerator.current_device())
+    return index
+
+
+def identify(accelerator: Any, kind: str, index: int) -> DeviceIdentity:
+    """What the accelerator and the vendor's library report; what they do not is None."""
+    facts: dict[str, Any] = {
+        "kind": kind,
+        "name": kind,
+        "count": _device_count(accelerator, kind),
+        "index": index,
+        "memory_bytes": _total_memory(accelerator, kind, index),
+        "pin_backend": _pin_backend(kind),
+    }
+    module = getattr(torch, kind, None)
+    if kind == "cuda" or hasattr(module, "get_device_properties"):
+        facts.update(_torch_properties(module, index))
+    elif kind == "hpu":
+        facts.update(_hpu_properties(accelerator, index))
+    if kind == "cuda" and torch.version.hip is None:
+        facts.update(_nvml_facts(module, index))
+    return DeviceIdentity(**facts)
+
+
+def _device_count(accelerator: Any, kind: str) -> int:
+    try:
+        return int(accelerator.device_count())
+    except (OSError, RuntimeError):
+        # 0.14.5 to 0.15.4 ask numactl on the CPU, which need not be installed.
+        return 1 if kind == "cpu" else 0
+
+
+def _total_memory(accelerator: Any, kind: str, index: int) -> int | None:
+    if kind == "cpu":
+        return None  # the host's, which `host` reads
+    try:
+        return int(accelerator.total_memory(index))
+    except (RuntimeError, KeyError, TypeError, AssertionError):
+        return None
+
+
+def _pin_backend(kind: str) -> str:
+    """DeepSpeed 0.19.6 and newer choose by DS_PIN_MEMORY_BACKEND; older ones only have torch's."""
+    backend = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower()
+    if kind == "cpu" and backend != "native":
+        return "none"
+    registered = os.environ.get("DS_PIN_MEMORY_REGISTER_DEVICE", "1").strip().lower()
+    if backend == "native" and registered in {"0", "false", "no", "off"}:
+        return "native, not registered with the device"
+    return backend
+
+
+def _torch_properties(module: Any, index: int) -> dict[str, Any]:
+    try:
+        properties = module.get_device_properties(index)
+    except (RuntimeError, AssertionError, AttributeError):
+        return {}
+    facts: dict[str, Any] = {"name": str(properties.name)}
+    if hasattr(properties, "major"):
+        facts["capability"] = f"{properties.major}.{properties.minor}"
+    driver = getattr(properties, "driver_version", None)
+    if driver is not None:
+        facts["driver"] = str(driver)
+    return facts
+
+
+def _hpu_properties(accelerator: Any, index: int) -> dict[str, Any]:
+    with contextlib.suppress(RuntimeError, AttributeError):
+        return {"name": str(accelerator.hpu.get_device_name(index))}
+    return {}
+
+
+def _nvml_facts(module: Any, index: int) -> dict[str, Any]:
+    """Driver, present link and MIG slice from NVML, found by the device's UUID, never by its index.
+
+    An idle card reports a lower link generation than it trains with; the maximum of generation is
+    asked for, and the width as it is now, since a card in a half-width slot stays so.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # absent library, absent driver, or a driver that does not match
+        return {}
+    try:
+        return _nvml_device_facts(nvml, str(module.get_device_properties(index).uuid))
+    except Exception:  # a card that NVML does not know, or a query that the driver refuses
+        return {}
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml_device_facts(nvml: Any, uuid: str) -> dict[str, Any]:
+    handle, mig_slice = _nvml_handle(nvml, uuid)
+    facts: dict[str, Any] = {"driver": _text(nvml.nvmlSystemGetDriverVersion()), "mig_slice": mig_slice}
+    with contextlib.suppress(nvml.NVMLError):
+        facts["link_generation"] = int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+    with contextlib.suppress(nvml.NVMLError):
+        facts["link_width"] = int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))
+    return facts
+
+
+def _nvml_handle(nvml: Any, uuid: str) -> tuple[Any, str | None]:
+    """The physical card's handle for a torch UUID, with the slice's name where it is a MIG slice."""
+    for prefix in ("GPU-", "MIG-"):
+        name = uuid if uuid.startswith(prefix) else prefix + uuid
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(name.encode())
+        except nvml.NVMLError:
+            continue
+        if prefix == "GPU-":
+            return handle, None
+        return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle), _text(
+            nvml.nvmlDeviceGetName(handle)
+        )
+    raise LookupError(uuid)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

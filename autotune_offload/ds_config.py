@@ -1,0 +1,322 @@
+"""Reading a DeepSpeed configuration in each form that `deepspeed.initialize` takes, and our block in it.
+
+Text is parsed by hjson, as DeepSpeed does, so comments, trailing commas and a byte order mark pass and
+a key that a file holds twice is refused. What the caller handed in is never changed.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import hjson
+
+from autotune_offload.errors import ConfigError
+
+BLOCK = "autotune_offload"
+"""Our top-level block. DeepSpeed ignores top-level keys that it does not know."""
+
+Auto = Literal["auto"]
+
+_FORMS = "a dict, a path to a JSON or hjson file, urlsafe base64 of its text, or the JSON text itself"
+_UNIT_BYTES = {"b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+# -- the forms ------------------------------------------------------------------------------------
+
+
+def read(source: object) -> dict[str, Any]:
+    """The configuration that `source` stands for, as a new plain dict.
+
+    Args:
+        source: A dict or other mapping, a path (str or `os.PathLike`) to a JSON or hjson file, urlsafe
+            base64 of such a text, or the text itself.
+
+    Raises:
+        ConfigError: saying what was found, where, and what is accepted.
+    """
+    if isinstance(source, Mapping):
+        return _plain_dict(source)
+    if isinstance(source, os.PathLike):
+        return _read_file(os.fsdecode(source))
+    if isinstance(source, str):
+        return _read_str(source)
+    raise ConfigError(f"a DeepSpeed configuration cannot be a {type(source).__name__}; pass {_FORMS}")
+
+
+def plain(value: Any) -> Any:
+    """A deep copy with every mapping as a dict; leaves, an infinity included, stay the objects they are."""
+    if isinstance(value, Mapping):
+        return _plain_dict(value)
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if type(value) is tuple:
+        return tuple(plain(item) for item in value)
+    return value
+
+
+def _plain_dict(mapping: Mapping[Any, Any]) -> dict[str, Any]:
+    return {key: plain(value) for key, value in mapping.items()}
+
+
+def _read_str(text: str) -> dict[str, Any]:
+    if os.path.exists(text):
+        return _read_file(text)
+    if text.lstrip("\ufeff \t\r\n").startswith("{") or "\n" in text.strip():
+        return _from_text(text)
+    decoded = _from_base64(text)
+    if decoded is None:
+        raise _missing(text)
+    return decoded
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except IsADirectoryError:
+        raise ConfigError(f'"{path}" is a folder; name the configuration file in it') from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f'"{path}" is not UTF-8 text (byte {error.start}); expected JSON or hjson'
+        ) from None
+    except OSError as error:
+        raise ConfigError(f'"{path}" cannot be read: {error.strerror}') from error
+    return _parse(text, f'"{path}"')
+
+
+def _from_text(text: str) -> dict[str, Any]:
+    where = "the configuration text"
+    if "Infinity" in text:
+        # What `json.dumps` makes of an infinity; hjson would take it, and the comma after it, for a text.
+        with suppress(ValueError):
+            return _object(json.loads(text, object_pairs_hook=_unique(where)), where)
+    return _parse(text, where)
+
+
+def _from_base64(text: str) -> dict[str, Any] | None:
+    """The configuration in urlsafe base64, or None where `text` is not that."""
+    try:
+        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
+        # DeepSpeed lets the last of two equal keys win here, and reads nothing as {}.
+        parsed = hjson.loads(decoded) if decoded.strip() else None
+    except ValueError:
+        whole = text[: len(text) // 4 * 4]
+        if re.fullmatch(r"[\w+/=-]{8,}", text, re.ASCII) and _opens_object(whole):
+            raise ConfigError(
+                f"the base64 text of {len(text)} characters opens a configuration but is damaged or cut "
+                f"short; encode the whole file again with base64.urlsafe_b64encode, or pass its path"
+            ) from None
+        return None
+    return _plain_dict(parsed) if isinstance(parsed, Mapping) else None
+
+
+def _opens_object(text: str) -> bool:
+    try:
+        return base64.urlsafe_b64decode(text)[:8].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+    except ValueError:
+        return False
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    if not text.strip("\ufeff \t\r\n"):
+        raise ConfigError(f"{where} is empty; expected a DeepSpeed configuration")
+    try:
+        parsed = hjson.loads(text, object_pairs_hook=_unique(where))
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(_syntax(text, where, error)) from None
+    return _object(parsed, where)
+
+
+def _syntax(text: str, where: str, error: hjson.HjsonDecodeError) -> str:
+    at = f"line {error.lineno}, column {error.colno}"
+    if error.msg.startswith("Unterminated"):
+        return f"{where} looks cut short: the string that starts at {at} never ends; restore the rest"
+    if error.pos >= len(text.rstrip()):
+        return (
+            f"{where} looks cut short: it ends at {at} before all that it opened is closed; restore the rest"
+        )
+    return f"{where} is not valid JSON or hjson at {at}: {error.msg}"
+
+
+def _object(parsed: object, where: str) -> dict[str, Any]:
+    if not isinstance(parsed, Mapping):
+        raise ConfigError(f"{where} holds a {type(parsed).__name__}; expected an object of keys: {{...}}")
+    return _plain_dict(parsed)
+
+
+def _unique(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"{where} holds a key twice: {', '.join(twice)}; keep one of them")
+        return dict(pairs)
+
+    return build
+
+
+def _missing(path: str) -> ConfigError:
+    folder, name = os.path.split(os.path.abspath(path))
+    shown = path if len(path) <= 120 else f"{path[:80]}... ({len(path)} characters)"
+    message = f'no such file "{shown}"; looked in {folder if len(folder) <= 200 else os.getcwd()}'
+    if os.path.isdir(folder):
+        near = difflib.get_close_matches(name, os.listdir(folder), n=1)
+        message += f'; did you mean "{near[0]}"?' if near else ""
+    if os.sep not in path and not Path(name).suffix:
+        message += f"; expected {_FORMS}"
+    return ConfigError(message)
+
+
+# -- our block ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The ``autotune_offload`` block of a ds_config. "auto" leaves the value to the measurement."""
+
+    enabled: bool = True
+    """False returns the configuration untouched and measures nothing."""
+    path: Literal["auto", "direct", "pinned", "staged", "deepspeed"] = "auto"
+    """The gradient path; "deepspeed" keeps DeepSpeed's own code."""
+    cast: Literal["auto", "device", "host"] = "auto"
+    """Where 16-bit gradients become fp32."""
+    buffer_bytes: int | Auto = "auto"
+    """Bytes of one page-locked buffer of the staged ring."""
+    buffer_count: int | Auto = "auto"
+    """How many buffers that ring has."""
+    host_threads: int | Auto = "auto"
+    """Threads that share a host copy; 0 is torch's own pool."""
+    keep: tuple[str, ...] = ()
+    """Dotted keys that are never written, whole or relative to ``zero_optimization``."""
+    budget_seconds: float | Auto = "auto"
+    """How long measuring may take; "auto" is the probe plan's own budget."""
+    max_pinned_bytes: int | Auto = "auto"
+    """Bytes that this process may page-lock at most; 0 page-locks nothing."""
+    strict: bool = False
+    """True raises where a failure of ours would otherwise cost one warning."""
+
+    @property
+    def steers_the_choice(self) -> bool:
+        """Whether anything that a stored choice depends on is fixed here."""
+        fixed = (self.path, self.cast, self.buffer_bytes, self.buffer_count, self.host_threads)
+        return any(value != "auto" for value in (*fixed, self.max_pinned_bytes))
+
+
+def settings(config: Mapping[str, Any]) -> Settings:
+    """Our block of `config`, checked; the defaults where it is absent.
+
+    Raises:
+        ConfigError: one for everything that is wrong in the block, naming each key.
+    """
+    block = config.get(BLOCK, {})
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'"{BLOCK}" is {_shown(block)}; expected an object such as {{"enabled": false}}')
+    values: dict[str, Any] = {}
+    problems = []
+    for key, value in block.items():
+        try:
+            if key not in _CHECKS:
+                raise ValueError(_unknown(key))
+            if value != "auto":
+                values[key] = _CHECKS[key](value)
+        except ValueError as error:
+            problems.append(f"{key} is {_shown(value)}, {error}" if key in _CHECKS else str(error))
+    if problems:
+        raise ConfigError(f'in "{BLOCK}": ' + "; ".join(problems))
+    return Settings(**values)
+
+
+def _unknown(key: object) -> str:
+    near = difflib.get_close_matches(str(key), _CHECKS, n=1, cutoff=0.0)[0]
+    return f'unknown key "{key}", the nearest known key is "{near}"'
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value, default=repr)
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
+
+
+def _one_of(*names: str) -> Callable[[object], str]:
+    def check(value: object) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(f"expected one of {', '.join(('auto', *names))}")
+        return value
+
+    return check
+
+
+def _whole(least: int) -> Callable[[object], int]:
+    def check(value: object) -> int:
+        number = _integral(value)
+        if number is None or number < least:
+            raise ValueError(f'expected "auto" or a whole number from {least}')
+        return number
+
+    return check
+
+
+def _size(least: int) -> Callable[[object], int]:
+    def check(value: object) -> int:
+        number = _bytes(value) if isinstance(value, str) else _integral(value)
+        if number is None or number < least:
+            raise ValueError(f'expected "auto" or bytes from {least}, as a number or a text such as "4MiB"')
+        return number
+
+    return check
+
+
+def _integral(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+        return None  # infinities and nan fall out too: their floor is nan
+    return int(value)
+
+
+def _bytes(text: str) -> int | None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.ASCII | re.IGNORECASE)
+    factor = _UNIT_BYTES.get(match[2].lower()) if match else None
+    return _integral(float(match[1]) * factor) if match and factor else None
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError('expected "auto" or a number of seconds above 0')
+    return float(value)
+
+
+def _keys(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(key, str) for key in value):
+        raise ValueError('expected a list of dotted keys such as ["offload_param.pin_memory"]')
+    return tuple(value)
+
+
+_CHECKS: dict[str, Callable[[object], Any]] = {
+    "enabled": _flag,
+    "path": _one_of("direct", "pinned", "staged", "deepspeed"),
+    "cast": _one_of("device", "host"),
+    "buffer_bytes": _size(1),
+    "buffer_count": _whole(1),
+    "host_threads": _whole(0),
+    "keep": _keys,
+    "budget_seconds": _seconds,
+    "max_pinned_bytes": _size(0),
+    "strict": _flag,
+}

@@ -1,0 +1,240 @@
+"""The whole flow on this host: facts, limits, measurements, decision, profile."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import yaml
+
+from autotune_offload import host
+from autotune_offload import workload as workloads
+from autotune_offload.decide import decide
+from autotune_offload.device import AcceleratorDevice
+from autotune_offload.ds_config import Settings
+from autotune_offload.errors import BudgetError, ConfigError
+from autotune_offload.measure import Progress, measure
+from autotune_offload.records import (
+    SCHEMA,
+    DeviceIdentity,
+    HostFacts,
+    Limits,
+    Plan,
+    Profile,
+    Scalar,
+    Software,
+    Workload,
+)
+from autotune_offload.shipped import config_file
+from autotune_offload.store import Miss, Store
+from autotune_offload.zero3 import parse_version, written_keys
+
+WORKLOAD_FIELD = "workload"
+"""The fingerprint's field that a lookup leaves out while the model is not known yet."""
+
+_MEMORY_SHARE = 8
+"""Buffers for measuring take at most one part in so many of the memory that is free."""
+
+_DECIDE_BY = 0.9
+"""Trials end at this part of the budget; the round under way, the rules and the profile need the rest."""
+
+_LEAST_SECONDS = 0.2
+
+
+def load_plan(name: str, budget_seconds: float | None = None) -> Plan:
+    """A shipped probe plan, with another time budget if one is given.
+
+    Raises:
+        ConfigError: no such plan, or a budget that is too small to measure anything.
+    """
+    file = config_file("probe_plans", f"{name}.yaml")
+    try:
+        plan = msgspec.convert(yaml.safe_load(file.read_text(encoding="utf-8")), Plan)
+    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        raise ConfigError(f'probe plan "{file}" cannot be used: {error}') from error
+    if budget_seconds is None:
+        return plan
+    if not _LEAST_SECONDS <= budget_seconds < float("inf"):
+        raise BudgetError(f"a budget of {budget_seconds:g} s; expected at least {_LEAST_SECONDS:g} s")
+    return replace(plan, budget_seconds=budget_seconds)
+
+
+def probe(
+    *,
+    workload: Workload | None = None,
+    plan: str = "standard",
+    budget_seconds: float | None = None,
+    max_pinned_bytes: int | None = None,
+    settings: Settings | None = None,
+    device: AcceleratorDevice | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure this host, choose, and return the profile. Saves nothing.
+
+    Args:
+        workload: what is to be offloaded; None takes a decoder of a billion parameters.
+        plan: "quick", "standard" or "thorough".
+        budget_seconds: instead of the plan's own, imports excluded.
+        max_pinned_bytes: page-locked memory that this process may take at most.
+        settings: what the user fixed in the ``autotune_offload`` block.
+        device: None takes the accelerator that DeepSpeed chooses.
+        progress: called with what is being measured and the fraction done.
+
+    Raises:
+        ConfigError: a plan or a fixed setting that cannot be used.
+        DeviceError: DeepSpeed's accelerator cannot be loaded or used.
+        MeasurementError: copies or timings that cannot be trusted.
+    """
+    import optuna  # noqa: F401  # its import is not the budget's
+    import torch
+
+    device = device or AcceleratorDevice()
+    steer = settings or Settings()
+    loaded = load_plan(plan, budget_seconds)
+    started = device.now()
+    workload = workload or default_workload()
+    facts, software = host.facts(), host.software()
+    limits = host.limits(
+        max_pinned_bytes=_cap(max_pinned_bytes, steer), pin_backend=device.identity.pin_backend
+    )
+    report = progress or _silent
+    with _measuring(device):
+        measurements = measure(
+            device,
+            loaded,
+            dtype=getattr(torch, workload.dtype),
+            cache_bytes=facts.last_level_cache_bytes,
+            memory_bytes=limits.available_bytes // _MEMORY_SHARE,
+            pinnable_bytes=limits.pinnable_bytes,
+            progress=lambda what, done: report(what, done * loaded.measure_share),
+        )
+        decision = decide(
+            device,
+            loaded,
+            measurements,
+            workload,
+            limits,
+            deepspeed_version=release(software.deepspeed),
+            steer=steer,
+            cache_bytes=facts.last_level_cache_bytes,
+            deadline=started + loaded.budget_seconds * _DECIDE_BY,
+            progress=report,
+        )
+    report("done", 1.0)
+    return Profile(
+        schema=SCHEMA,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        fingerprint=fingerprint(facts, device.identity, software, limits, workload),
+        host=facts,
+        device=device.identity,
+        software=software,
+        limits=limits,
+        workload=workload,
+        transfers=measurements.transfers,
+        casts=measurements.casts,
+        sync=measurements.sync,
+        pin=measurements.pin,
+        baselines=decision.baselines,
+        candidates=decision.candidates,
+        choice=decision.choice,
+        zero_optimization=written_keys(decision.choice, software.deepspeed),
+        plan=loaded.name,
+        stability=measurements.stability,
+        elapsed_seconds=device.now() - started,
+        warnings=decision.warnings,
+    )
+
+
+def default_workload() -> Workload:
+    """The stand-in when no model is known: a bf16 decoder of a billion parameters on one rank."""
+    return workloads.from_parameter_count(workloads.DEFAULT_PARAMETERS)
+
+
+def lookup(
+    store: Store, workload: Workload | None, device: AcceleratorDevice | None = None
+) -> Profile | Miss:
+    """The stored profile for the present environment, or why there is none.
+
+    A workload of None takes the newest one that was decided for any model.
+    """
+    device = device or AcceleratorDevice()
+    ignore = frozenset({WORKLOAD_FIELD}) if workload is None else frozenset[str]()
+    return store.lookup(present_fingerprint(device, workload or default_workload()), ignore=ignore)
+
+
+def present_fingerprint(device: AcceleratorDevice, workload: Workload) -> dict[str, Scalar]:
+    """The fingerprint of this process, host and device, read now."""
+    limits = host.limits(pin_backend=device.identity.pin_backend)
+    return fingerprint(host.facts(), device.identity, host.software(), limits, workload)
+
+
+def fingerprint(
+    facts: HostFacts, device: DeviceIdentity, software: Software, limits: Limits, workload: Workload
+) -> dict[str, Scalar]:
+    """What a stored profile must share with the present to be used. The host's name is not in it.
+
+    Versions count by minor release. Memory limits count by class (none, or their power of two), since
+    what is free changes from minute to minute.
+    """
+    memlock = next((limit.bytes for limit in limits.bounds if limit.name == "memlock"), None)
+    return {
+        "device.kind": device.kind,
+        "device.name": device.name,
+        "device.capability": device.capability,
+        "device.memory_bytes": device.memory_bytes,
+        "device.mig_slice": device.mig_slice,
+        "device.link": _link(device),
+        "device.pin_backend": device.pin_backend,
+        "host.cpu_model": facts.cpu_model,
+        "host.affinity_cpus": facts.affinity_cpus,
+        "host.numa_bound": facts.numa_bound,
+        "limits.memlock_class": None if memlock is None else memlock.bit_length(),
+        "software.torch": _minor(software.torch),
+        "software.deepspeed": _minor(software.deepspeed),
+        "schema": SCHEMA,
+        WORKLOAD_FIELD: workloads.workload_class(workload),
+    }
+
+
+def release(version: str) -> tuple[int, int, int]:
+    """Major, minor and patch of a DeepSpeed version; 0.19.8+cu13 is (0, 19, 8)."""
+    parsed = parse_version(version)
+    return parsed.major, parsed.minor, parsed.micro
+
+
+def _link(device: DeviceIdentity) -> str | None:
+    if device.link_generation is None and device.link_width is None:
+        return None
+    return f"gen{device.link_generation} x{device.link_width}"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _cap(max_pinned_bytes: int | None, steer: Settings) -> int | None:
+    if max_pinned_bytes is not None or isinstance(steer.max_pinned_bytes, str):
+        return max_pinned_bytes
+    return steer.max_pinned_bytes
+
+
+def _silent(what: str, fraction: float) -> None:
+    del what, fraction
+
+
+@contextmanager
+def _measuring(device: AcceleratorDevice) -> Iterator[Any]:
+    """The right device current, and no garbage collection in the middle of a sample."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with device.selected():
+            yield device
+    finally:
+        if collecting:
+            gc.enable()

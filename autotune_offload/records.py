@@ -1,0 +1,393 @@
+"""What is measured and decided, as plain data.
+
+Frozen dataclasses, converted to and from built-in types by `to_plain` and `from_plain`. Units are in
+the field names: ``_bytes``, ``_seconds``, ``_elements``, ``_gbps`` (1e9 bytes a second). No torch and
+no I/O here. A probe's JSON document is `to_plain(Profile)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from autotune_offload.errors import ProfileError
+
+SCHEMA = 1
+"""Version of the stored form. A profile with another number is a miss (see `store`)."""
+
+Kind = Literal["d2h", "h2d", "h2h"]
+Memory = Literal["pageable", "pinned"]
+State = Literal["cold", "warm"]
+Path = Literal["direct", "pinned", "staged"]
+Cast = Literal["device", "host"]
+Scalar = str | int | float | bool | None
+
+T = TypeVar("T")
+
+
+# -- where it was measured ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """One host as this process may use it. The name is a label, never a key."""
+
+    name: str
+    platform: str
+    cpu_model: str
+    cpu_count: int
+    affinity_cpus: int
+    ram_bytes: int
+    swap_bytes: int
+    numa_nodes: int
+    numa_bound: bool
+    last_level_cache_bytes: int
+    page_bytes: int
+    wsl: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceIdentity:
+    """The accelerator that DeepSpeed uses. Fields that nothing on this machine reports are None."""
+
+    kind: str
+    name: str
+    count: int
+    index: int
+    memory_bytes: int | None = None
+    capability: str | None = None
+    driver: str | None = None
+    link_generation: int | None = None
+    link_width: int | None = None
+    mig_slice: str | None = None
+    pin_backend: str = "none"
+    """How page-locked memory is made: "torch", "native" (DeepSpeed's own), or "none"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """Versions of what takes part. `autotune_offload` is this package."""
+
+    python: str
+    torch: str
+    deepspeed: str
+    autotune_offload: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """One bound on host memory: how much, who says so, and how to raise it."""
+
+    name: Literal["ram", "cgroup", "memlock", "numa", "max_pinned_bytes"]
+    bytes: int
+    source: str
+    raise_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What this process may allocate and page-lock.
+
+    `bounds` holds the ones that exist; `pinnable_bytes` is the smallest that counts for pinned
+    memory, after the margin that is left for everything else on the host.
+    """
+
+    available_bytes: int
+    pinnable_bytes: int
+    bounds: tuple[Limit, ...] = ()
+
+
+# -- what was measured ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One point of a bandwidth curve: medians over `samples` copies of `bytes` bytes.
+
+    `duplex` marks a copy timed while the opposite direction was busy too. `threads` is how many host
+    threads shared the copy: 0 is torch's own intra-op pool.
+    """
+
+    kind: Kind
+    memory: Memory
+    state: State
+    bytes: int
+    median_seconds: float
+    iqr_seconds: float
+    samples: int
+    gbps: float
+    duplex: bool = False
+    threads: int = 0
+    raw_seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastRate:
+    """Low precision to fp32 on the device or on the host; `bytes` and `gbps` count fp32 produced."""
+
+    where: Cast
+    dtype: str
+    bytes: int
+    median_seconds: float
+    iqr_seconds: float
+    samples: int
+    gbps: float
+    threads: int = 0
+    raw_seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncCost:
+    """What one synchronize costs with almost nothing queued, by scope."""
+
+    device_seconds: float
+    stream_seconds: float
+    event_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinCost:
+    """What page-locking costs and how far it goes.
+
+    `seconds_per_gib` is None and `largest_bytes` 0 where nothing pins; `capped` says that the search
+    for the largest block stopped at its own cap and not at a failure.
+    """
+
+    seconds_per_gib: float | None
+    largest_bytes: int
+    capped: bool
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """Everything that was timed on one device and host."""
+
+    transfers: tuple[Transfer, ...]
+    casts: tuple[CastRate, ...]
+    sync: SyncCost
+    pin: PinCost
+    stability: tuple[str, ...]
+    seconds: float
+
+
+# -- how it is measured ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much to measure. Shipped as configs/probe_plans/*.yaml."""
+
+    name: str
+    budget_seconds: float
+    """For the whole probe, imports excluded."""
+    measure_share: float
+    """Of the budget for curves and costs; the trials of the paths get the rest."""
+    smallest_bytes: int
+    largest_bytes: int
+    growth: int
+    """Each size of a curve over the one before."""
+    warmup_seconds: float
+    """Of copies before the first sample of a curve."""
+    min_samples: int
+    max_samples: int
+    target_spread: float
+    """IQR over median at which a point is good enough."""
+    pin_cap_bytes: int
+    """Never more page-locked memory at once than this."""
+    trial_bytes: int
+    """fp32 bytes of the sampled workload that each trial offloads, unless the caches ask for more."""
+    finalists: int
+    """Candidates that are timed again, interleaved, before the choice."""
+
+
+# -- what is to be moved --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The gradient partitions that one rank offloads in a step.
+
+    `partitions` maps a partition's size in elements to how many there are, as (elements, count),
+    largest first. `parameters` holds whole parameters in the same form: those are what is fetched.
+    `dtype` is the gradients' dtype on the device ("bfloat16", "float16" or "float32").
+    """
+
+    partitions: tuple[tuple[int, int], ...]
+    parameters: tuple[tuple[int, int], ...]
+    dtype: str
+    world_size: int
+    accumulation_steps: int
+    source: str
+
+    @property
+    def elements(self) -> int:
+        """Elements of this rank's gradients."""
+        return sum(size * count for size, count in self.partitions)
+
+    @property
+    def parameter_elements(self) -> int:
+        """Elements of the whole model."""
+        return sum(size * count for size, count in self.parameters)
+
+    @property
+    def largest_elements(self) -> int:
+        """The largest single partition."""
+        return max(size for size, _ in self.partitions)
+
+
+# -- what was decided -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to offload the workload's gradients, with what it costs a backward pass.
+
+    `predicted_seconds` comes from the cost model, `measured_seconds` from trials of the path itself,
+    both for the whole workload. `spread` is the IQR over the median of the trials. `rejected` holds
+    the limit or rule that put it aside, in words. `host_threads` 0 is torch's own intra-op pool.
+    """
+
+    path: Path
+    cast: Cast
+    buffer_bytes: int
+    buffer_count: int
+    host_threads: int = 0
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    spread: float | None = None
+    samples: int = 0
+    rejected: str | None = None
+    raw_seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """One of DeepSpeed's own gradient sequences, timed on the same workload in the same rounds."""
+
+    name: str
+    versions: str
+    memory: Memory
+    installed: bool
+    """True for the sequence that the installed DeepSpeed runs by default."""
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    spread: float | None = None
+    samples: int = 0
+    raw_seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroSizes:
+    """ZeRO-3 sizes that follow from the curves, in elements. None leaves DeepSpeed's own value."""
+
+    reduce_bucket_elements: int | None = None
+    prefetch_bucket_elements: int | None = None
+    persistence_threshold_elements: int | None = None
+    sub_group_elements: int | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Field name to the sentence that explains the value, for None too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The decision: path, parameters, pinning, sizes, and why.
+
+    `pin_optimizer` and `pin_parameters` become the two `pin_memory` keys. `gain` is DeepSpeed's own
+    time over the chosen time (above 1 is faster); `noise` the relative difference that these trials
+    could not tell apart; `tie` says that another path was within it.
+    """
+
+    path: Path
+    cast: Cast
+    buffer_bytes: int
+    buffer_count: int
+    host_threads: int
+    pin_optimizer: bool
+    pin_parameters: bool
+    sizes: ZeroSizes
+    gain: float
+    noise: float
+    tie: bool
+    reasons: tuple[str, ...]
+    unsettled_pins: tuple[str, ...] = ()
+    """Those of the two pin fields whose other value measured the same within the noise: a user's own stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One key that is written into a ds_config. `before` is None where the key was absent."""
+
+    key: str
+    """Dotted, in the user's spelling: ``zero_optimization.offload_optimizer.pin_memory``."""
+    before: Scalar
+    after: Scalar
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One host's environment, limits, measurements and choice. The JSON of `autotune-offload probe`."""
+
+    schema: int
+    created: str
+    """UTC, ISO 8601."""
+    fingerprint: dict[str, Scalar]
+    """What identifies the environment; the key of the stored profile is its hash."""
+    host: HostFacts
+    device: DeviceIdentity
+    software: Software
+    limits: Limits
+    workload: Workload
+    transfers: tuple[Transfer, ...]
+    casts: tuple[CastRate, ...]
+    sync: SyncCost
+    pin: PinCost
+    baselines: tuple[Baseline, ...]
+    candidates: tuple[Candidate, ...]
+    choice: Choice
+    zero_optimization: dict[str, Any]
+    """The keys it would write, nested as in a ds_config."""
+    plan: str
+    stability: tuple[str, ...]
+    elapsed_seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+def fingerprint_key(fingerprint: dict[str, Scalar]) -> str:
+    """Hash of a fingerprint: 16 hexadecimal digits, independent of the order of its fields."""
+    canonical = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def to_plain(record: object) -> Any:
+    """A record as built-in types only (dict, list, str, int, float, bool, None)."""
+    return msgspec.to_builtins(record)
+
+
+def from_plain(plain: object, record_type: type[T]) -> T:
+    """The record that `to_plain` gave `plain` for.
+
+    Raises:
+        ProfileError: naming the field that is missing or of the wrong type.
+    """
+    try:
+        return msgspec.convert(plain, record_type, strict=True)
+    except msgspec.ValidationError as error:
+        raise ProfileError(
+            f"not a valid {record_type.__name__}: {error}; measure again with `autotune-offload probe --refresh`"
+        ) from error
+
+
+def histogram(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Sizes in elements as (elements, count), largest first; sizes of 0 are dropped."""
+    counts: dict[int, int] = {}
+    for size in sizes:
+        if size > 0:
+            counts[size] = counts.get(size, 0) + 1
+    return tuple(sorted(counts.items(), reverse=True))

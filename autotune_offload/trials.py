@@ -1,0 +1,214 @@
+"""Timed trials of a gradient path on a sample of the workload.
+
+A trial runs the very code that training runs, on partitions of the workload's real sizes. On a device
+that computes beside the host, every gradient is preceded by a stand-in for the compute that makes it,
+and what a trial returns is the time that offloading adds to that compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from autotune_offload.device import Device
+from autotune_offload.errors import MeasurementError, PinError
+from autotune_offload.records import Memory, Workload
+
+MICRO_BATCH_TOKENS = 4096
+"""Tokens of a micro-batch in the stand-in for compute: a context of 4,096 with one sequence."""
+
+_SQUARE = 1024
+"""Side of the stand-in's matrices."""
+
+
+class Offload(Protocol):
+    """What a trial times: one of our paths, or one of DeepSpeed's sequences."""
+
+    def offload(self, source: Tensor, destination: Tensor) -> None:
+        """Queue one partition."""
+
+    def drain(self) -> None:
+        """Return when all destinations hold their values."""
+
+    def close(self) -> None:
+        """Give back the buffers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Partitions that stand for a workload. `scale` takes a sample's seconds to the workload's."""
+
+    sizes: tuple[int, ...]
+    scale: float
+
+    @property
+    def elements(self) -> int:
+        """Elements of all partitions in the sample."""
+        return sum(self.sizes)
+
+
+def sample(workload: Workload, most_elements: int) -> Sample:
+    """A sample with the workload's mix of sizes, of at most about `most_elements`.
+
+    Each size keeps its share of the partitions; partitions over half the sample are cut in pieces.
+    The order interleaves the sizes, as a backward pass meets them.
+    """
+    piece = max(most_elements // 2, 1)
+    pieces = []
+    for size, count in workload.partitions:
+        parts = -(-size // piece)
+        pieces.append((-(-size // parts), count * parts))
+    share = min(most_elements / workload.elements, 1.0)
+    sizes: list[int] = []
+    owed = 0.0
+    for size, count in pieces:  # largest first; what one size could not use, the next may
+        owed += share * count * size
+        wanted = min(round(owed / size), count)
+        sizes += [size] * wanted
+        owed -= wanted * size
+    if not sizes:
+        sizes = [min(pieces[0][0], most_elements)]
+    spread = _interleaved(sizes)
+    return Sample(sizes=spread, scale=workload.elements / sum(spread))
+
+
+def _interleaved(sizes: list[int]) -> tuple[int, ...]:
+    """Each size evenly over the whole order."""
+    counts = {size: sizes.count(size) for size in set(sizes)}
+    placed = [((i + 0.5) / count, size) for size, count in counts.items() for i in range(count)]
+    return tuple(size for _, size in sorted(placed))
+
+
+class Bench:
+    """Sources on the device, destinations on the host, and the clock. Close it after use.
+
+    Args:
+        device: where the trials run; it must be the current one.
+        workload: gives sizes and dtype.
+        most_elements: of the sample.
+    """
+
+    def __init__(self, device: Device, workload: Workload, most_elements: int) -> None:
+        """Allocates sources and pageable destinations; pinned ones on first use."""
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, workload.dtype)
+        self.sample = sample(workload, most_elements)
+        values = _gradient_values(self.sample.elements, self.dtype)
+        source = device.empty(self.sample.elements, self.dtype)
+        device.h2d(source, values)
+        self._sources = source.split_with_sizes(list(self.sample.sizes))
+        self._expected = values.to(torch.float32)
+        self._blocks: dict[Memory, Tensor] = {
+            "pageable": device.host_empty(self.sample.elements, torch.float32)
+        }
+        self._compute = None if device.synchronous else _Compute(device, self.sample, workload)
+        self._side = device.new_stream()
+
+    @property
+    def largest_elements(self) -> int:
+        """The largest partition in the sample."""
+        return max(self.sample.sizes)
+
+    @property
+    def compute_seconds(self) -> float:
+        """The stand-in's compute, for the whole workload; 0 on a synchronous device."""
+        return 0.0 if self._compute is None else self._compute.alone() * self.sample.scale
+
+    def close(self) -> None:
+        """Give back pinned memory."""
+        pinned = self._blocks.pop("pinned", None)
+        if pinned is not None:
+            self.device.release_pinned(pinned)
+
+    def check(self, path: Offload, memory: Memory) -> None:
+        """One pass into overwritten destinations, compared bit for bit.
+
+        Raises:
+            MeasurementError: with the number of wrong values.
+        """
+        block = self._block(memory)
+        block.fill_(float("nan"))
+        self._pass(path, block)
+        if not torch.equal(block, self._expected):
+            wrong = int((block != self._expected).sum())
+            raise MeasurementError(f"{wrong:,} of {block.numel():,} gradients arrived with wrong bits")
+
+    def time(self, path: Offload, memory: Memory) -> float:
+        """Seconds that one pass adds to the compute, for the whole workload."""
+        block = self._block(memory)
+        alone = 0.0 if self._compute is None else self._compute.alone()
+        self.device.synchronize()
+        before = self.device.now()
+        self._pass(path, block)
+        if self._compute is not None:
+            self.device.synchronize()
+        return max(self.device.now() - before - alone, 0.0) * self.sample.scale
+
+    def _block(self, memory: Memory) -> Tensor:
+        if memory not in self._blocks:
+            try:
+                self._blocks[memory] = self.device.pinned_empty(self.sample.elements, torch.float32)
+            except PinError as error:
+                raise PinError(f"no page-locked destination for the trials: {error}") from error
+        return self._blocks[memory]
+
+    def _pass(self, path: Offload, block: Tensor) -> None:
+        destinations = block.split_with_sizes(list(self.sample.sizes))
+        for index, (source, destination) in enumerate(zip(self._sources, destinations, strict=True)):
+            if self._compute is not None:
+                self._compute.queue(index)
+                self.device.order_after(self._side, self.device.record_event())
+            with self.device.on(self._side):
+                path.offload(source, destination)
+        with self.device.on(self._side):
+            path.drain()
+
+
+class _Compute:
+    """Matrix products on the default stream, as many for each partition as its backward would take.
+
+    A backward pass does 4 floating-point operations a parameter and token (Kaplan et al.,
+    arXiv:2001.08361, section 2.1); a partition stands for `world_size` times as many parameters.
+    """
+
+    def __init__(self, device: Device, sample: Sample, workload: Workload) -> None:
+        self._device = device
+        dtype: torch.dtype = getattr(torch, workload.dtype)
+        self._square = device.empty(_SQUARE * _SQUARE, dtype).zero_().view(_SQUARE, _SQUARE)
+        self._out = device.empty(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
+        flops = [4 * MICRO_BATCH_TOKENS * size * workload.world_size for size in sample.sizes]
+        self._products = _whole([one / (2 * _SQUARE**3) for one in flops])
+
+    def queue(self, index: int) -> None:
+        """The compute that makes partition `index`."""
+        for _ in range(self._products[index]):
+            torch.mm(self._square, self._square, out=self._out)
+
+    def alone(self) -> float:
+        """Seconds of the whole sample's compute with nothing beside it."""
+        self._device.synchronize()
+        before = self._device.now()
+        for index in range(len(self._products)):
+            self.queue(index)
+        self._device.synchronize()
+        return self._device.now() - before
+
+
+def _whole(amounts: Sequence[float]) -> list[int]:
+    """Whole numbers with the same running sum."""
+    done, total, whole = 0, 0.0, []
+    for amount in amounts:
+        total += amount
+        whole.append(round(total) - done)
+        done += whole[-1]
+    return whole
+
+
+def _gradient_values(elements: int, dtype: torch.dtype) -> Tensor:
+    """Finite values of both signs and many exponents, the same in every run; none is NaN."""
+    codes = torch.arange(elements, dtype=torch.int32, device="cpu")
+    return ((codes % 2003 - 1001).to(torch.float32) * 2.0**-12).to(dtype)

@@ -1,0 +1,128 @@
+"""What the package costs before any work is done.
+
+    python -m benchmarks.startup [--json] [-n ROUNDS]
+
+Each case runs a command in a child process, in turn with its baseline, so that a change in the machine's
+load meets both; a case's figure is the median over the rounds of the difference, with the quartiles. Reported
+beside it: what `import autotune_offload` loads. The first round warms the caches and is not counted.
+
+Output: one line a figure; with --json the last line of stdout is one JSON document with all of them. The exit
+status is 1 where a figure is over its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+IMPORT = "import autotune_offload"
+SCRIPT = Path(sys.executable).with_name("autotune-offload")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A command whose wall time counts, less that of its baseline where it has one."""
+
+    name: str
+    command: tuple[str, ...]
+    baseline: tuple[str, ...] | None = None
+    limit_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A case's result over its rounds; `raw_seconds` holds every round."""
+
+    name: str
+    median_seconds: float
+    lower_quartile_seconds: float
+    upper_quartile_seconds: float
+    samples: int
+    limit_seconds: float
+    within: bool
+    raw_seconds: tuple[float, ...]
+
+    def __str__(self) -> str:
+        """The figure, its spread and its limit in milliseconds."""
+        low, high = self.lower_quartile_seconds, self.upper_quartile_seconds
+        return (
+            f"{self.name}: {self.median_seconds * 1e3:.1f} ms (quartiles {low * 1e3:.1f} to {high * 1e3:.1f}, "
+            f"{self.samples} rounds), limit {self.limit_seconds * 1e3:.0f} ms: {'ok' if self.within else 'OVER'}"
+        )
+
+
+CASES = [
+    Case(
+        name="import autotune_offload, over the bare interpreter",
+        command=(sys.executable, "-c", IMPORT),
+        baseline=(sys.executable, "-c", "pass"),
+        limit_seconds=0.050,
+    ),
+    Case(
+        name="autotune-offload --help",
+        command=(str(SCRIPT), "--help"),
+        limit_seconds=0.300,
+    ),
+]
+
+
+def wall_seconds(command: tuple[str, ...]) -> float:
+    """Wall time of one run, from start to exit; CalledProcessError where it fails."""
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def measure(case: Case, rounds: int) -> Figure:
+    """Runs a case `rounds` times, and once more beforehand, each time next to its baseline."""
+    raw = [
+        wall_seconds(case.command) - (wall_seconds(case.baseline) if case.baseline else 0.0)
+        for _ in range(rounds + 1)
+    ][1:]
+    low, median, high = statistics.quantiles(raw, n=4, method="inclusive")
+    return Figure(
+        name=case.name,
+        median_seconds=median,
+        lower_quartile_seconds=low,
+        upper_quartile_seconds=high,
+        samples=rounds,
+        limit_seconds=case.limit_seconds,
+        within=median <= case.limit_seconds,
+        raw_seconds=tuple(raw),
+    )
+
+
+def modules_loaded() -> list[str]:
+    """Modules that `import autotune_offload` loads and a bare interpreter does not."""
+    script = f"import sys; before = set(sys.modules); {IMPORT}; print(*sorted(set(sys.modules) - before))"
+    child = subprocess.run((sys.executable, "-c", script), check=True, capture_output=True, text=True)
+    return child.stdout.split()
+
+
+def main() -> int:
+    """Prints every figure; 1 where one is over its limit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="all figures as JSON on the last line")
+    parser.add_argument("-n", type=int, default=15, metavar="ROUNDS", help="counted rounds, 2 or more (15)")
+    options = parser.parse_args()
+    if options.n < 2:
+        parser.error(f"-n {options.n}: quartiles need at least 2 rounds")
+    figures = []
+    for case in CASES:
+        figures.append(measure(case, options.n))
+        print(figures[-1], flush=True)
+    modules = modules_loaded()
+    print(f"modules that {IMPORT} loads: {len(modules)}")
+    if options.json:
+        print(json.dumps({"figures": [asdict(figure) for figure in figures], "modules": modules}))
+    return 0 if all(figure.within for figure in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

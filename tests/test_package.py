@@ -1,0 +1,80 @@
+"""What is shipped: the wheel's contents, and finding shipped files wherever the package lies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from autotune_offload import shipped
+from autotune_offload.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built here by the backend itself: no isolated environment, so no network."""
+    target = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    (archive,) = target.glob("*.whl")
+    return zipfile.ZipFile(archive)
+
+
+def _files_below(folder: Path) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_the_wheel_holds_every_config(wheel: zipfile.ZipFile) -> None:
+    """Each file of configs/ is in the wheel, inside the package."""
+    configs = _files_below(ROOT / "configs")
+    assert configs
+    assert {f"autotune_offload/configs/{name}" for name in configs} <= set(wheel.namelist())
+
+
+def test_the_wheel_holds_every_module_and_the_type_marker(wheel: zipfile.ZipFile) -> None:
+    """Nothing of the package is left out, py.typed among it."""
+    expected = {f"autotune_offload/{name}" for name in _files_below(ROOT / "autotune_offload")}
+    assert "autotune_offload/py.typed" in expected
+    assert expected <= set(wheel.namelist())
+
+
+def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.ZipFile) -> None:
+    """No tests, benchmarks or top-level configs/ land in site-packages."""
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"autotune_offload"}
+
+
+def test_an_unpacked_wheel_finds_its_own_configs(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """Installed from a wheel, `config_file` gives the copy inside the package."""
+    wheel.extractall(tmp_path)
+    name = sorted(_files_below(ROOT / "configs"))[0]
+    script = f"from autotune_offload.shipped import config_file; print(config_file({name!r}))"
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert Path(found.stdout.strip()) == tmp_path / "autotune_offload" / "configs" / name
+
+
+def test_a_checkout_finds_the_configs_beside_the_package() -> None:
+    """In a checkout, and so for an editable install, `config_file` gives the file under configs/."""
+    for name in _files_below(ROOT / "configs"):
+        assert shipped.config_file(*name.split("/")) == ROOT / "configs" / name
+
+
+@pytest.mark.parametrize("parts", [("probe_plans", "no_such_plan.yaml"), ("probe_plans",), ("..", "LICENSE")])
+def test_a_file_that_is_not_shipped_is_refused_with_those_that_are(parts: tuple[str, ...]) -> None:
+    """An unknown name, a folder, or a way out of configs/: ConfigError that lists what exists."""
+    with pytest.raises(ConfigError) as caught:
+        shipped.config_file(*parts)
+    assert "/".join(parts) in str(caught.value)
+    assert all(name in str(caught.value) for name in _files_below(ROOT / "configs"))
