@@ -103,6 +103,10 @@ class CostModel:
             points = points or self._points(*relative)
         return fit((point.bytes, point.median_seconds) for point in points)
 
+    def measured(self, kind: Kind, memory: Memory) -> bool:
+        """Whether this warm curve was measured, and `line` is not a relative's."""
+        return bool(self._points(kind, memory, "warm", 0))
+
     def _points(self, kind: Kind, memory: Memory, state: State, threads: int) -> Sequence[Transfer]:
         wanted = (kind, memory, state, threads, False)
         return [
@@ -145,11 +149,15 @@ class CostModel:
         return self._added(self._stock(name, memory))
 
     def _added(self, parts: _Parts) -> float:
-        if self.synchronous or parts.waits:
-            return parts.device_seconds + parts.host_seconds
-        busy = max(parts.device_seconds, parts.host_seconds) if parts.apart else parts.device_seconds
-        exposed = max(busy - self.compute_seconds, parts.rest_seconds)
-        return exposed if parts.apart else exposed + parts.host_seconds
+        both = parts.device_seconds + parts.host_seconds
+        busy = max(parts.device_seconds, parts.host_seconds) if parts.apart else both
+        if self.synchronous:
+            return both
+        if parts.waits:
+            return max(busy, parts.rest_seconds)
+        if parts.apart:
+            return max(busy - self.compute_seconds, parts.rest_seconds)
+        return max(parts.device_seconds - self.compute_seconds, parts.rest_seconds) + parts.host_seconds
 
     @property
     def _fp32_bytes(self) -> int:

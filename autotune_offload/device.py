@@ -1,8 +1,9 @@
 """The device as the paths and the timing loops see it.
 
 `Device` is the interface; `AcceleratorDevice` implements it on DeepSpeed's own accelerator, so that
-memory is allocated, pinned and waited for exactly as DeepSpeed will do it. Creating one sets up no
-context: the first allocation does. Tensors are torch tensors of one dimension; counts are elements.
+memory is allocated, pinned and waited for exactly as DeepSpeed will do it. Importing this module touches
+no device; creating an `AcceleratorDevice` asks the accelerator about itself, which starts its runtime.
+Tensors are torch tensors of one dimension; counts are elements.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import importlib
 import mmap
 import os
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -24,6 +26,10 @@ from autotune_offload.records import DeviceIdentity
 
 SYNCHRONOUS_KINDS = frozenset({"cpu"})
 """Kinds whose operations have finished when the call returns: there a no-op synchronize is right."""
+
+
+_PIN_FAILURES = (RuntimeError, ValueError, OSError, AssertionError, MemoryError)
+"""What a failed pin raises; AssertionError is a torch that was built without this device."""
 
 
 class Event(Protocol):
@@ -80,7 +86,7 @@ class Device(ABC):
         """None where pinned memory is on offer, else the reason in words."""
 
     def release_pinned(self, pinned: Tensor) -> None:
-        """Give back what `pinned_empty` returned; the tensor must not be used afterwards."""
+        """Give back what `pinned_empty` returned; neither it nor a view of it may be used afterwards."""
         del pinned
 
     def host_empty(self, elements: int, dtype: torch.dtype, *, touched: bool = True) -> Tensor:
@@ -92,7 +98,9 @@ class Device(ABC):
         if touched:
             return torch.empty(elements, dtype=dtype, device="cpu").zero_()
         size = max(elements, 1) * dtype.itemsize
-        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype, count=elements)
+        # private, as an allocator's memory is: shared pages belong to a file system with its own costs
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=dtype)[:elements]
 
     @abstractmethod
     def d2h(self, destination: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
@@ -109,6 +117,10 @@ class Device(ABC):
     @abstractmethod
     def cast(self, destination: Tensor, source: Tensor) -> None:
         """Copy within device memory on the current stream, casting where the dtypes differ."""
+
+    def matmul(self, out: Tensor, left: Tensor, right: Tensor) -> None:
+        """Product of two matrices in device memory on the current stream: the stand-in for compute."""
+        torch.mm(left, right, out=out)
 
     @abstractmethod
     def new_stream(self) -> Stream | None:
@@ -133,6 +145,19 @@ class Device(ABC):
     @abstractmethod
     def synchronize_stream(self) -> None:
         """Block the host until the current stream is done."""
+
+    def enter_thread(self) -> None:
+        """Make this the current device of the calling thread: which one is current, is per thread."""
+        return None
+
+    def norm(self, source: Tensor) -> Tensor:
+        """2-norm of device memory accumulated in fp64, shape (), on the device, in stream order."""
+        norm: Tensor = torch.linalg.vector_norm(source, dtype=torch.float64)
+        return norm
+
+    def record_stream(self, tensor: Tensor) -> None:
+        """Keep device memory from being used again before the current stream's work is done."""
+        del tensor
 
     def now(self) -> float:
         """Seconds on the clock that this device's work is timed with."""
@@ -159,7 +184,7 @@ class AcceleratorDevice(Device):
         self.synchronous = kind in SYNCHRONOUS_KINDS
         self._mark_step = _mark_step() if kind == "hpu" else _nothing
         self._index = _local_index(self._accelerator, kind) if index is None else index
-        self._place = "cpu" if kind == "cpu" else f"{kind}:{self._index}"
+        self._place = str(self._accelerator.device_name(self._index))
         self.identity = identify(self._accelerator, kind, self._index)
 
     @contextlib.contextmanager
@@ -175,6 +200,11 @@ class AcceleratorDevice(Device):
         finally:
             self._accelerator.set_device(before)
 
+    def enter_thread(self) -> None:
+        """Without it a thread's first call would set up a context on device 0, whatever the rank's own is."""
+        if not self.shares_host_memory:
+            self._accelerator.set_device(self._index)
+
     # -- memory --
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
@@ -183,11 +213,11 @@ class AcceleratorDevice(Device):
 
     def pinned_empty(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Page-locked host memory through the accelerator's own `pin_memory`, as DeepSpeed does it."""
-        pageable = torch.empty(elements, dtype=dtype, device="cpu")
         try:
+            pageable = torch.empty(elements, dtype=dtype, device="cpu")
             pinned: Tensor = self._accelerator.pin_memory(pageable)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise PinError(f"page-locking {pageable.nbytes:,} bytes failed: {error}") from error
+        except _PIN_FAILURES as error:
+            raise PinError(f"page-locking {elements * dtype.itemsize:,} bytes failed: {error}") from error
         if pinned is pageable or not self._is_pinned(pinned):
             raise PinError(f"the {self.identity.kind} accelerator's pin_memory returned pageable memory")
         return pinned
@@ -209,10 +239,16 @@ class AcceleratorDevice(Device):
         return None
 
     def release_pinned(self, pinned: Tensor) -> None:
-        """Unpin through the accelerator where it has a way to; torch frees with the last reference."""
+        """Unpin through the accelerator where it has a way to, and empty the cache of torch's allocator.
+
+        The cache would keep the block page-locked, and hand it out again in no time while pinning is timed.
+        """
         unpin = getattr(self._accelerator, "unpin_memory", None)
         if unpin is not None:
             unpin(pinned)
+        pinned.set_()  # type: ignore[call-overload]  # the caller's reference, too, lets go of the block
+        if not self.shares_host_memory:
+            _empty_host_cache()
 
     # -- work --
 
@@ -234,6 +270,11 @@ class AcceleratorDevice(Device):
 
     # -- order --
 
+    def record_stream(self, tensor: Tensor) -> None:
+        """Keep device memory from being used again before the current stream's work is done."""
+        if not self.synchronous:
+            tensor.record_stream(self._accelerator.current_stream())
+
     def new_stream(self) -> Stream | None:
         """A new stream of the accelerator's; None on the CPU."""
         make = self._accelerator.Stream
@@ -241,7 +282,14 @@ class AcceleratorDevice(Device):
 
     def on(self, stream: Stream | None) -> contextlib.AbstractContextManager[Any]:
         """Work inside goes to `stream`; None is the current one."""
-        return contextlib.nullcontext() if stream is None else self._accelerator.stream(stream)
+        return contextlib.nullcontext() if stream is None else self._on(stream)
+
+    @contextlib.contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        self._mark_step()  # what was kept back so far belongs to the stream before
+        with self._accelerator.stream(stream):
+            yield
+            self._mark_step()
 
     def record_event(self) -> Event:
         """An event behind all work that is queued on the current stream."""
@@ -289,6 +337,14 @@ def _nothing() -> None:
     return None
 
 
+def _empty_host_cache() -> None:
+    newer = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+    empty = newer or getattr(torch._C, "_host_emptyCache", None)  # torch 2.5 to 2.8 on CUDA
+    if empty is not None:
+        with contextlib.suppress(RuntimeError):  # no accelerator of torch's own
+            empty()
+
+
 def _mark_step() -> Any:
     """Gaudi's lazy mode keeps operations back until mark_step; in eager mode it does nothing.
 
@@ -301,15 +357,23 @@ def _mark_step() -> Any:
 
 
 def _local_index(accelerator: Any, kind: str) -> int:
+    local_rank = _local_rank()
     if kind == "cpu":
-        return int(os.environ.get("LOCAL_RANK", 0))
-    local_rank = os.environ.get("LOCAL_RANK")
-    index = int(local_rank) if local_rank is not None else int(accelerator.current_device())
-    count = int(accelerator.device_count())
-    if index >= count:
-        # One visible device a process is how several launchers isolate ranks.
-        index = int(accelerator.current_device())
-    return index
+        return local_rank or 0
+    # One visible device a process is how several launchers isolate ranks.
+    if local_rank is None or local_rank >= int(accelerator.device_count()):
+        return int(accelerator.current_device())
+    return local_rank
+
+
+def _local_rank() -> int | None:
+    text = os.environ.get("LOCAL_RANK", "").strip()
+    try:
+        return int(text) if text and int(text) >= 0 else None
+    except ValueError as error:
+        raise DeviceError(
+            f'LOCAL_RANK is "{text}"; expected the index of this process on its host, or no such variable'
+        ) from error
 
 
 def identify(accelerator: Any, kind: str, index: int) -> DeviceIdentity:
@@ -320,7 +384,7 @@ def identify(accelerator: Any, kind: str, index: int) -> DeviceIdentity:
         "count": _device_count(accelerator, kind),
         "index": index,
         "memory_bytes": _total_memory(accelerator, kind, index),
-        "pin_backend": _pin_backend(kind),
+        "pin_backend": _pin_backend(accelerator, kind),
     }
     module = getattr(torch, kind, None)
     if kind == "cuda" or hasattr(module, "get_device_properties"):
@@ -335,8 +399,8 @@ def identify(accelerator: Any, kind: str, index: int) -> DeviceIdentity:
 def _device_count(accelerator: Any, kind: str) -> int:
     try:
         return int(accelerator.device_count())
-    except (OSError, RuntimeError):
-        # 0.14.5 to 0.15.4 ask numactl on the CPU, which need not be installed.
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        # 0.14.5 to 0.15.4 ask numactl on the CPU, which need not be installed or allowed.
         return 1 if kind == "cpu" else 0
 
 
@@ -345,19 +409,19 @@ def _total_memory(accelerator: Any, kind: str, index: int) -> int | None:
         return None  # the host's, which `host` reads
     try:
         return int(accelerator.total_memory(index))
-    except (RuntimeError, KeyError, TypeError, AssertionError):
+    except (RuntimeError, AttributeError, KeyError, TypeError, AssertionError):
         return None
 
 
-def _pin_backend(kind: str) -> str:
-    """DeepSpeed 0.19.6 and newer choose by DS_PIN_MEMORY_BACKEND; older ones only have torch's."""
+def _pin_backend(accelerator: Any, kind: str) -> str:
+    """What DS_PIN_MEMORY_BACKEND chooses: "native" from 0.19.6 on, which brought unpin_memory, else torch's."""
     backend = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower()
-    if kind == "cpu" and backend != "native":
-        return "none"
+    if backend != "native" or not hasattr(accelerator, "unpin_memory"):
+        return "none" if kind == "cpu" else "torch"
     registered = os.environ.get("DS_PIN_MEMORY_REGISTER_DEVICE", "1").strip().lower()
-    if backend == "native" and registered in {"0", "false", "no", "off"}:
+    if kind != "cpu" and registered in {"0", "false", "no", "off"}:
         return "native, not registered with the device"
-    return backend
+    return "native"
 
 
 def _torch_properties(module: Any, index: int) -> dict[str, Any]:
@@ -381,7 +445,7 @@ def _hpu_properties(accelerator: Any, index: int) -> dict[str, Any]:
 
 
 def _nvml_facts(module: Any, index: int) -> dict[str, Any]:
-    """Driver, present link and MIG slice from NVML, found by the device's UUID, never by its index.
+    """Driver, link and MIG slice from NVML, found by the device's UUID, never by its index.
 
     An idle card reports a lower link generation than it trains with; the maximum of generation is
     asked for, and the width as it is now, since a card in a half-width slot stays so.
@@ -396,7 +460,8 @@ def _nvml_facts(module: Any, index: int) -> dict[str, Any]:
     except Exception:  # a card that NVML does not know, or a query that the driver refuses
         return {}
     finally:
-        nvml.nvmlShutdown()
+        with contextlib.suppress(Exception):  # what was read stays true
+            nvml.nvmlShutdown()
 
 
 def _nvml_device_facts(nvml: Any, uuid: str) -> dict[str, Any]:

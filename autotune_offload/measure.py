@@ -1,15 +1,16 @@
 """Timing loops over a Device: bandwidth curves, casts, synchronize and pin costs.
 
 Every number is a median over samples that are kept, with their interquartile range. Buffers rotate
-through an arena larger than the last-level cache, and the bytes of each point are checked.
+through an arena larger than the last-level cache where time and memory allow, and the bytes of each
+point are checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -38,11 +39,29 @@ Progress = Callable[[str, float], None]
 _SAMPLE_SECONDS = 50e-6
 """Short operations are repeated until one sample lasts this long: the timer itself costs about 0.1 us."""
 
+_SLOW_SAMPLE = 20
+"""A sample this many times too long had the host taken away; the next ones repeat less, to end in time."""
+
+_PIN_SHARE = 0.15
+"""Of the measuring time at most for pinning ever larger blocks."""
+
 _ARENA_SHARE = 0.2
 """Of the measuring time at most for making the buffers."""
 
+_CHECK_COPIES = 6
+"""What checking a point's bytes costs, in copies of its size."""
+
+_TELLING_SECONDS = 2e-3
+"""Work queued for at least this long tells a synchronize that waits from one that does not."""
+
+_SQUARE = 2048
+"""Side of the matrices that are multiplied for it: 17 GFLOP in fp32."""
+
 _STEADY_SPREAD = 0.10
 """IQR over median up to which a point counts as steady in the verdict (pyperf warns at the same 10 %)."""
+
+_TELLING_SAMPLES = 3
+"""A point with fewer says nothing about its spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +117,18 @@ def measure(
     started = device.now()
     seconds = plan.budget_seconds * plan.measure_share
     check_synchronize(device)
-    why_not_pinned = device.why_not_pinned()
-    pin_bytes = 0 if why_not_pinned else min(plan.pin_cap_bytes, pinnable_bytes)
-    with _arenas(device, plan, seconds, cache_bytes, memory_bytes, pin_bytes) as arenas:
+    pin_bytes = min(plan.pin_cap_bytes, pinnable_bytes)
+    pin = pin_cost(device, pin_bytes, _why_not_pinned(device, pin_bytes), started + seconds * _PIN_SHARE)
+    with _arenas(device, plan, seconds, cache_bytes, memory_bytes, pin.largest_bytes) as arenas:
         session = _Session(device, plan, arenas, started + seconds, dtype, progress or _silent)
         transfers = session.transfers()
         casts = session.casts()
         sync = sync_cost(device, plan.max_samples)
-    pin = pin_cost(device, pin_bytes, why_not_pinned, started + seconds)
     if not transfers:
-        raise BudgetError(f"{seconds:.2g} s are too few to time one copy; give at least 1 s with --budget")
+        raise BudgetError(
+            f"no copy of {plan.smallest_bytes:,} bytes could be timed: expected a plan whose sizes begin "
+            f"below its largest, {plan.largest_bytes:,} bytes"
+        )
     return Measurements(
         transfers=transfers,
         casts=casts,
@@ -129,38 +150,47 @@ def check_synchronize(device: Device) -> None:
     """
     if device.synchronous:
         return
-    square = device.empty(2048 * 2048, torch.float32).zero_().view(2048, 2048)
+    left = device.empty(_SQUARE * _SQUARE, torch.float32).zero_().view(_SQUARE, _SQUARE)
+    out = device.empty(_SQUARE * _SQUARE, torch.float32).view(_SQUARE, _SQUARE)
     seen = torch.empty(1, dtype=torch.float32, device="cpu")
 
-    def read_after(wait: Callable[[], None]) -> tuple[float, float]:
-        result = square
-        for _ in range(20):
-            result = result @ square
-        queued = device.now()
+    def read_after(wait: Callable[[], None], products: int) -> float:
+        for _ in range(products):
+            device.matmul(out, left, left)
         wait()
-        waited = device.now()
-        device.d2h(seen, result.view(-1)[:1])
-        return waited - queued, device.now() - waited
+        before = device.now()
+        device.d2h(seen, out.view(-1)[:1])
+        return device.now() - before
 
-    read_after(device.synchronize)  # first use loads kernels
-    _, unsynchronized = read_after(lambda: None)
-    _, synchronized = read_after(device.synchronize)
-    if unsynchronized > 1e-3 and synchronized > unsynchronized / 2:
+    read_after(device.synchronize, 1)  # the first use loads kernels
+    products, without = 4, 0.0
+    while without < _TELLING_SECONDS and products < 1024:
+        products *= 2
+        without = read_after(_nothing, products)
+    # the shortest of each, since a busy host makes reads longer and never shorter
+    without = min([without, *(read_after(_nothing, products) for _ in range(2))])
+    after = min(read_after(device.synchronize, products) for _ in range(3))
+    if without >= _TELLING_SECONDS / 2 and after > without / 2:
         raise MeasurementError(
             f"synchronize on the {device.identity.kind} device does not wait: a read after it took "
-            f"{synchronized * 1e3:.1f} ms, without it {unsynchronized * 1e3:.1f} ms; timings would be wrong"
+            f"{after * 1e3:.1f} ms, without it {without * 1e3:.1f} ms; timings would be wrong. Update the "
+            "device's driver or its DeepSpeed accelerator"
         )
 
 
+def _nothing() -> None:
+    return None
+
+
 def sync_cost(device: Device, samples: int) -> SyncCost:
-    """Median cost of waiting, by scope, with one tiny copy queued before each."""
+    """Median cost of waiting, by scope, with one tiny operation queued before each."""
     tiny = device.empty(64, torch.float32)
-    host = device.host_empty(64, torch.float32)
+    other = device.empty(64, torch.float32)
 
     def cost(wait: Callable[[], None]) -> float:
         taken = []
         for _ in range(max(samples, 5)):
-            device.h2d(tiny, host)
+            device.cast(tiny, other)
             before = device.now()
             wait()
             taken.append(device.now() - before)
@@ -173,11 +203,18 @@ def sync_cost(device: Device, samples: int) -> SyncCost:
     )
 
 
+def _why_not_pinned(device: Device, pin_bytes: int) -> str | None:
+    """Limits first: DeepSpeed's native backend ends the process where a lock goes over memlock."""
+    if pin_bytes < mmap.PAGESIZE:
+        return f"the limits leave {pin_bytes:,} bytes to page-lock; expected at least {mmap.PAGESIZE:,}"
+    return device.why_not_pinned()
+
+
 def pin_cost(device: Device, cap_bytes: int, why_not: str | None, deadline: float) -> PinCost:
     """Pin blocks of doubling size, freeing each, until one fails, the cap is reached or time is up."""
     if why_not is not None:
         return PinCost(seconds_per_gib=None, largest_bytes=0, capped=False, reason=why_not)
-    size, largest, per_gib = 1 << 20, 0, None
+    size, largest, per_gib = mmap.PAGESIZE, 0, None
     reason = None
     while size <= cap_bytes:
         before = device.now()
@@ -186,10 +223,10 @@ def pin_cost(device: Device, cap_bytes: int, why_not: str | None, deadline: floa
         except PinError as error:
             reason = str(error)
             break
-        taken = device.now() - before
+        largest, per_gib = size, (device.now() - before) / size * 2**30
         device.release_pinned(pinned)
         del pinned
-        largest, per_gib = size, taken / size * 2**30
+        taken = device.now() - before
         if device.now() + 2 * taken > deadline:
             break
         size *= 2
@@ -198,18 +235,28 @@ def pin_cost(device: Device, cap_bytes: int, why_not: str | None, deadline: floa
 
 def stability(transfers: Sequence[Transfer]) -> tuple[str, ...]:
     """Whether these curves can be trusted, in sentences with their numbers and what to do next."""
-    spreads = [(t.iqr_seconds / t.median_seconds, t) for t in transfers]
-    loose = [(spread, t) for spread, t in spreads if spread > _STEADY_SPREAD]
-    typical = statistics.median(spread for spread, _ in spreads)
-    counted = f"{len(spreads) - len(loose)} of {len(spreads)} points spread by at most {_STEADY_SPREAD:.0%}"
-    if len(loose) * 4 <= len(spreads):
-        return (f"steady: {counted} (IQR over median), typically {typical:.1%}",)
-    worst, point = max(loose, key=lambda pair: pair[0])
-    return (
-        f"unsteady: only {counted} (IQR over median), typically {typical:.1%}",
-        f"the worst is {point.kind} {point.memory} {point.state} of {point.bytes:,} bytes with {worst:.0%}; "
-        "stop other work on this host or give a longer --budget",
-    )
+    told = [(_spread(t), t) for t in transfers if t.samples >= _TELLING_SAMPLES]
+    loose = [(spread, t) for spread, t in told if spread > _STEADY_SPREAD]
+    steady = len(told) - len(loose)
+    typical = f", typically {statistics.median(s for s, _ in told):.1%}" if told else ""
+    counted = f"{steady} of {len(transfers)} points spread by at most {_STEADY_SPREAD:.0%}"
+    if steady * 4 >= len(transfers) * 3:
+        return (f"steady: {counted} (IQR over median){typical}",)
+    verdict = [f"unsteady: only {counted} (IQR over median){typical}"]
+    if loose:
+        worst, point = max(loose, key=lambda pair: pair[0])
+        verdict.append(
+            f"the worst is {point.kind} {point.memory} {point.state} of {point.bytes:,} bytes with "
+            f"{worst:.0%}; stop other work on this host"
+        )
+    if len(told) < len(transfers):
+        few = f"{len(transfers) - len(told)} points have fewer than {_TELLING_SAMPLES} samples"
+        verdict.append(f"{few}; give a longer --budget")
+    return tuple(verdict)
+
+
+def _spread(point: Transfer) -> float:
+    return point.iqr_seconds / max(point.median_seconds, 1e-12)
 
 
 def _silent(what: str, fraction: float) -> None:
@@ -221,7 +268,7 @@ def _silent(what: str, fraction: float) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Arenas:
-    """Buffers of `size` bytes each. All but `target` hold the same pattern."""
+    """Buffers of `size` bytes each, `pinned` perhaps fewer. All but `target` hold the same pattern."""
 
     size: int
     source: Tensor
@@ -229,10 +276,12 @@ class _Arenas:
     device: Tensor
     pinned: Tensor | None = field(default=None)
 
-    def slots(self, arena: Tensor, size: int) -> Iterator[Tensor]:
-        """Views of `size` bytes, round and round."""
-        count = max(arena.numel() // size, 1)
-        return itertools.cycle([arena[i * size : (i + 1) * size] for i in range(count)])
+
+def _slots(size: int, *arenas: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of `size` bytes at the same place in every arena, round and round."""
+    count = max(min(arena.numel() for arena in arenas) // size, 1)
+    for index in itertools.cycle(range(count)):
+        yield tuple(arena[index * size : (index + 1) * size] for arena in arenas)
 
 
 @contextlib.contextmanager
@@ -240,13 +289,14 @@ def _arenas(
     device: Device, plan: Plan, seconds: float, cache_bytes: int, memory_bytes: int, pin_bytes: int
 ) -> Iterator[_Arenas]:
     size = _arena_bytes(device, plan, seconds, cache_bytes, memory_bytes)
-    source = torch.arange(size // 4, dtype=torch.int32, device="cpu").view(torch.uint8)
+    source = device.host_empty(size, torch.uint8)
+    torch.arange(size // 4, dtype=torch.int32, device="cpu", out=source.view(torch.int32))
     target = device.host_empty(size, torch.uint8)
     on_device = device.empty(size, torch.uint8)
     device.h2d(on_device, source)
     arenas = _Arenas(size=size, source=source, target=target, device=on_device)
     if pin_bytes >= plan.smallest_bytes:
-        with contextlib.suppress(PinError):
+        with contextlib.suppress(PinError):  # the curves then show that nothing pins at this size
             arenas.pinned = device.pinned_empty(min(size, _power_of_two_below(pin_bytes)), torch.uint8)
             arenas.pinned.copy_(source[: arenas.pinned.numel()])
     try:
@@ -257,18 +307,34 @@ def _arenas(
 
 
 def _arena_bytes(device: Device, plan: Plan, seconds: float, cache_bytes: int, memory_bytes: int) -> int:
-    """As large as the plan's largest size and twice the cache, if time and memory allow: a power of two."""
-    probe_bytes = 8 << 20
-    before = time.perf_counter()
-    device.host_empty(probe_bytes, torch.uint8, touched=False).zero_()
-    touched_per_second = probe_bytes / max(time.perf_counter() - before, 1e-9)
-    affordable = min(touched_per_second * seconds * _ARENA_SHARE, memory_bytes) / 3
+    """As large as the plan's largest size and twice the cache, if time and memory allow: a power of two.
+
+    Raises:
+        BudgetError: the memory does not hold buffers of the plan's smallest size.
+    """
+    # source, target and pinned stay, a cold copy's target or what is being pinned comes and goes
+    parts = 5 if device.shares_host_memory else 4
+    share = memory_bytes // parts
+    if share < max(plan.smallest_bytes, 4096):
+        raise BudgetError(
+            f"{memory_bytes:,} bytes of host memory for measuring; expected at least {parts} buffers of "
+            f"{max(plan.smallest_bytes, 4096):,} bytes"
+        )
+    affordable = _touched_per_second(device, min(8 << 20, share)) * seconds * _ARENA_SHARE / 3
     wanted = max(plan.largest_bytes, 2 * cache_bytes)
-    return max(_power_of_two_below(int(min(wanted, affordable))), 1 << 20, plan.smallest_bytes)
+    least = max(plan.smallest_bytes, 1 << 20)
+    return _power_of_two_below(min(wanted, share, max(int(affordable), least)))
+
+
+def _touched_per_second(device: Device, size: int) -> float:
+    fresh = device.host_empty(size, torch.uint8, touched=False)
+    before = device.now()
+    fresh.zero_()
+    return size / max(device.now() - before, 1e-9)
 
 
 def _power_of_two_below(size: int) -> int:
-    return 1 << max(size.bit_length() - 1, 12)
+    return 1 << max(size.bit_length() - 1, 0)
 
 
 @contextlib.contextmanager
@@ -281,6 +347,12 @@ def _intraop_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _expected_seconds(points: Sequence[Transfer], size: int) -> float:
+    """What a copy of the next size will take: the last one's time, and the added bytes at the best rate."""
+    rate = max(point.bytes / max(point.median_seconds, 1e-12) for point in points)
+    return points[-1].median_seconds + (size - points[-1].bytes) / rate
 
 
 # -- curves ---------------------------------------------------------------------------------------
@@ -339,14 +411,15 @@ class _Session:
     def _curve(self, curve: _Curve, deadline: float) -> Iterator[Transfer]:
         """Points of growing size, until the next one would not fit into the time that is left."""
         sizes = list(self._sizes(curve))
-        last: Transfer | None = None
+        points: list[Transfer] = []
         for index, size in enumerate(sizes):
-            left = deadline - self.device.now()
-            if last is not None and last.median_seconds * size / last.bytes * self.plan.min_samples > left:
+            copies = self.plan.min_samples + _CHECK_COPIES
+            if points and _expected_seconds(points, size) * copies > deadline - self.device.now():
                 return
-            share = max(left, 0) / (len(sizes) - index)
-            last = self._point(curve, size, self.device.now() + share, warm_up=index == 0)
-            yield last
+            self._check_bytes(curve, size)
+            share = max(deadline - self.device.now(), 0) / (len(sizes) - index)
+            points.append(self._point(curve, size, self.device.now() + share, warm_up=index == 0))
+            yield points[-1]
 
     def _sizes(self, curve: _Curve) -> Iterator[int]:
         room = self.arenas.size
@@ -358,8 +431,7 @@ class _Session:
             size *= self.plan.growth
 
     def _point(self, curve: _Curve, size: int, deadline: float, *, warm_up: bool) -> Transfer:
-        copy = self._copy_cold(curve.kind, size) if curve.state == "cold" else self._copy_warm(curve, size)
-        self._check_bytes(curve, size)
+        copy = self._copy_cold(curve, size) if curve.state == "cold" else self._copy_warm(curve, size)
         sampled = self.sample(copy, deadline, warm_up=warm_up)
         return Transfer(
             kind=curve.kind,
@@ -374,29 +446,31 @@ class _Session:
             raw_seconds=sampled.seconds,
         )
 
-    def _copy_warm(self, curve: _Curve, size: int) -> Callable[[int], float]:
-        arenas, pinned = self.arenas, self.arenas.pinned
-        host_source = pinned if curve.memory == "pinned" and pinned is not None else arenas.source
-        host_target = pinned if curve.memory == "pinned" and pinned is not None else arenas.target
-        source = arenas.slots(arenas.device if curve.kind == "d2h" else host_source, size)
-        target = arenas.slots(arenas.device if curve.kind == "h2d" else host_target, size)
-        if curve.kind == "h2h":
-            target = arenas.slots(arenas.target, size)
-        return lambda count: self._timed(curve, [(next(target), next(source)) for _ in range(count)])
-
-    def _copy_cold(self, kind: Kind, size: int) -> Callable[[int], float]:
-        """The destination's pages are new each time; mapping and unmapping them is not timed."""
+    def _ends(self, curve: _Curve) -> tuple[Tensor, Tensor]:
+        """Target and source arenas of a curve."""
         arenas = self.arenas
-        source = arenas.slots(arenas.device if kind == "d2h" else arenas.source, size)
-        curve = _Curve(kind=kind, memory="pageable", state="cold")
+        pinned = arenas.pinned if curve.memory == "pinned" else None
+        if curve.kind == "d2h":
+            return (arenas.target if pinned is None else pinned), arenas.device
+        target = arenas.device if curve.kind == "h2d" else arenas.target
+        return target, (arenas.source if pinned is None else pinned)
+
+    def _copy_warm(self, curve: _Curve, size: int) -> Callable[[int], float]:
+        pairs = _slots(size, *self._ends(curve))
+        return lambda count: self._timed(curve, list(itertools.islice(pairs, count)))
+
+    def _copy_cold(self, curve: _Curve, size: int) -> Callable[[int], float]:
+        """The destination's pages are new each time; mapping and unmapping them is not timed."""
+        pairs = _slots(size, *self._ends(curve))
 
         def run(count: int) -> float:
-            fresh = [self.device.host_empty(size, torch.uint8, touched=False) for _ in range(count)]
-            return self._timed(curve, [(target, next(source)) for target in fresh])
+            sources = [source for _, source in itertools.islice(pairs, count)]
+            fresh = [self.device.host_empty(size, torch.uint8, touched=False) for _ in sources]
+            return self._timed(curve, list(zip(fresh, sources, strict=True)))
 
         return run
 
-    def _timed(self, curve: _Curve, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    def _timed(self, curve: _Curve, pairs: Sequence[tuple[Tensor, ...]]) -> float:
         """Seconds for the copies of all pairs, (target, source); asynchronous ones are waited for once."""
         device, pinned = self.device, curve.memory == "pinned"
         if curve.kind == "h2h":
@@ -412,46 +486,58 @@ class _Session:
         return device.now() - before
 
     def sample(self, run: Callable[[int], float], deadline: float, *, warm_up: bool) -> Sampled:
-        """Samples of `run(count)`, per operation, until they agree, are enough, or time is up."""
-        plan, now = self.plan, self.device.now
-        warm_until = now() + (plan.warmup_seconds if warm_up else 0)
-        once = run(1)
-        while now() < min(warm_until, deadline):
-            once = min(once, run(1))
+        """Samples of `run(count)`, per operation, until they agree, are enough, or time is up.
+
+        There is always one; for the least number the deadline may be passed by as long as it was away.
+        Another process on a core can make an operation a thousand times longer (a parallel region waits
+        for its last thread), so time is looked at after every sample.
+        """
+        plan, started = self.plan, self.device.now()
+        once = self._warm(run, min(started + plan.warmup_seconds, deadline) if warm_up else started)
         count = max(min(int(_SAMPLE_SECONDS / max(once, 1e-9)), 64), 1)
         seconds: list[float] = []
-        while len(seconds) < plan.max_samples:
-            seconds.append(run(count) / count)
-            if len(seconds) < plan.min_samples:
-                continue
-            steady = interquartile_range(seconds) <= plan.target_spread * statistics.median(seconds)
-            if (steady and len(seconds) >= 2 * plan.min_samples) or now() >= deadline:
-                break
-        return Sampled(seconds=tuple(seconds))
+        while True:
+            taken = run(count)
+            seconds.append(taken / count)
+            late = self.device.now() - deadline
+            enough = len(seconds) >= plan.min_samples or late >= deadline - started
+            if len(seconds) >= plan.max_samples or (late >= 0 and enough) or self._agree(seconds):
+                return Sampled(seconds=tuple(seconds))
+            if taken > _SLOW_SAMPLE * _SAMPLE_SECONDS:
+                count = max(count // 4, 1)
+
+    def _warm(self, run: Callable[[int], float], until: float) -> float:
+        """The shortest of the runs until then; there is always one."""
+        once = run(1)
+        while self.device.now() < until:
+            once = min(once, run(1))
+        return once
+
+    def _agree(self, seconds: Sequence[float]) -> bool:
+        if len(seconds) < 2 * self.plan.min_samples:
+            return False
+        return interquartile_range(seconds) <= self.plan.target_spread * statistics.median(seconds)
 
     def _check_bytes(self, curve: _Curve, size: int) -> None:
-        """One copy into overwritten memory, compared byte for byte with what was sent."""
-        device, arenas = self.device, self.arenas
-        expected, seen = arenas.source[:size], arenas.target[:size]
-        seen.fill_(0x5A)
-        if curve.kind == "h2h":
-            device.h2h(seen, expected)
+        """One copy over other bytes, compared with what was sent; a cold one into new pages."""
+        device, expected = self.device, self.arenas.source[:size]
+        target, source = (arena[:size] for arena in self._ends(curve))
+        if curve.state == "cold":
+            target = device.host_empty(size, torch.uint8, touched=False)
+        junk = self.arenas.target[:size].fill_(0x5A)
+        if curve.kind == "h2d":
+            device.h2d(target, junk)
+            self._timed(curve, [(target, source)])
+            seen = junk.fill_(0xA5)
+            device.d2h(seen, target)
         else:
-            host = seen if curve.memory == "pageable" or arenas.pinned is None else arenas.pinned[:size]
-            if curve.kind == "h2d":
-                host.copy_(expected)
-                arenas.device[:size].fill_(0x5A)
-                device.h2d(arenas.device[:size], host, non_blocking=curve.memory == "pinned")
-                device.record_event().synchronize()
-            host.fill_(0x5A)
-            device.d2h(host, arenas.device[:size], non_blocking=curve.memory == "pinned")
-            device.record_event().synchronize()
-            seen = host
+            seen = target.fill_(0x5A) if curve.state == "warm" else target
+            self._timed(curve, [(target, source)])
         if not torch.equal(seen, expected):
             wrong = int((seen != expected).sum())
             raise MeasurementError(
-                f"{curve.kind} {curve.memory} of {size:,} bytes: {wrong:,} bytes differ from what was sent; "
-                "this device or its driver is not to be trusted"
+                f"{curve.kind} {curve.memory} {curve.state} of {size:,} bytes: {wrong:,} bytes differ from "
+                "what was sent; do not train on this device before its driver and memory are checked"
             )
 
     # -- both directions, casts --
@@ -520,26 +606,27 @@ class _Session:
         return tuple(rates)
 
     def _cast(self, where: Cast, threads: int, deadline: float) -> CastRate:
-        arenas, device = self.arenas, self.device
+        device, arenas = self.device, self.arenas
         size = min(16 << 20, arenas.size // 2)
         low_bytes = size * self.dtype.itemsize // 4
-        sources = arenas.slots(arenas.source, low_bytes)
-        targets = arenas.slots(arenas.target, size)
+        target, source = arenas.target, arenas.source
         if where == "device":
-            sources = arenas.slots(arenas.device[: arenas.size // 2], low_bytes)
-            targets = arenas.slots(device.empty(size, torch.uint8), size)
+            target, source = arenas.device[arenas.size // 2 :], arenas.device[: arenas.size // 2]
+        targets, sources = _slots(size, target), _slots(low_bytes, source)
+        copy = device.cast if where == "device" else device.h2h
 
         def run(count: int) -> float:
             pairs = [
-                (next(targets).view(torch.float32), next(sources).view(self.dtype)) for _ in range(count)
+                (target.view(torch.float32), source.view(self.dtype))
+                for (target,), (source,) in zip(
+                    itertools.islice(targets, count), itertools.islice(sources, count), strict=True
+                )
             ]
             before = device.now()
             for target, source in pairs:
-                if where == "device":
-                    device.cast(target, source)
-                else:
-                    device.h2h(target, source)
-            device.record_event().synchronize()
+                copy(target, source)
+            if where == "device":
+                device.record_event().synchronize()
             return device.now() - before
 
         sampled = self.sample(run, deadline, warm_up=True)

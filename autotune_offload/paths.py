@@ -5,11 +5,13 @@ memory. `offload` queues one partition on the current stream; `drain` returns wh
 holds its values; `close` gives the path's buffers back. The code that is timed in a trial is this.
 
 Where a cast is due, fp32 values are exact: bf16 and fp16 are subsets of fp32, so every path gives the
-same bits.
+same bits. Only the payload of an fp16 NaN is left to torch, whose own `.float()` gives it differently in
+the body and in the tail of one tensor.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,8 +23,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from autotune_offload import kernel
 from autotune_offload.device import Device, Event
-from autotune_offload.errors import ConfigError
+from autotune_offload.errors import ConfigError, PinError
 from autotune_offload.records import Cast, Memory, Path
 
 _TAIL_ELEMENTS = 1024
@@ -87,17 +90,27 @@ class HostThreads:
     thread of its own runs single-threaded torch operations, so that none waits for a parallel region.
     """
 
-    def __init__(self, count: int) -> None:
-        """Starts the threads; the caller's own number of torch threads stays as it was."""
+    def __init__(self, count: int, device: Device | None = None) -> None:
+        """Starts the threads, on `device`; the caller's own number of torch threads stays as it was."""
         self.count = count
         self._pool: ThreadPoolExecutor | None = None
         if count:
-            before = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(count, thread_name_prefix="autotune-offload")
-            together = Barrier(count + 1)
-            for _ in range(count):
-                self._pool.submit(_single_threaded, together)
+            self._start(self._pool, device)
+
+    def _start(self, pool: ThreadPoolExecutor, device: Device | None) -> None:
+        before = torch.get_num_threads()
+        together = Barrier(self.count + 1)  # so that each of them takes one
+        try:
+            started = [pool.submit(_single_threaded, together, device) for _ in range(self.count)]
             together.wait()
+            for future in started:
+                future.result()
+        except BaseException:
+            together.abort()
+            pool.shutdown()
+            raise
+        finally:
             # set_num_threads is per thread, but also what threads that start later begin with
             torch.set_num_threads(before)
 
@@ -117,31 +130,45 @@ class HostThreads:
         for future in [self._pool.submit(device.h2h, to, of) for to, of in pieces]:
             future.result()
 
+    def widen(self, destination: Tensor, source: Tensor) -> float:
+        """`kernel.widen` shared by all threads: a partition as fp32, and the sum of its squares."""
+        if self._pool is None:
+            return kernel.widen(destination, source)
+        pieces = zip(destination.chunk(self.count), source.chunk(self.count), strict=True)
+        return sum(
+            future.result() for future in [self._pool.submit(kernel.widen, *piece) for piece in pieces]
+        )
+
     def close(self) -> None:
         """End the threads after what was submitted."""
         if self._pool is not None:
             self._pool.shutdown()
 
 
-def _single_threaded(together: Barrier) -> None:
-    torch.set_num_threads(1)
-    together.wait()
+def _single_threaded(together: Barrier, device: Device | None) -> None:
+    try:
+        torch.get_num_threads()  # a thread that was never asked takes the process's number at its first operation
+        torch.set_num_threads(1)
+        if device is not None:
+            device.enter_thread()
+    finally:
+        together.wait()
 
 
 class GradientPath(ABC):
     """One way from a gradient partition on the device to its fp32 destination on the host."""
 
     def __init__(self, device: Device, spec: Spec, dtype: torch.dtype) -> None:
-        """Allocates nothing but the host threads; subclasses allocate their buffers."""
+        """Allocates nothing; subclasses allocate their buffers, and start the threads when they have them."""
         self.device = device
         self.dtype = dtype
         self.casts_on_device = spec.cast == "device" and dtype != torch.float32
         self.buffer_elements = spec.buffer_bytes // 4
-        self.threads = HostThreads(spec.host_threads)
+        self.threads = HostThreads(0)
 
     @abstractmethod
     def offload(self, source: Tensor, destination: Tensor) -> None:
-        """Queue one partition.
+        """Queue one partition on the current stream, which is the same one until the next drain.
 
         Args:
             source: device memory, shape (n,), of the path's dtype; unchanged until the path drains or
@@ -149,9 +176,23 @@ class GradientPath(ABC):
             destination: host memory, shape (n,), float32, contiguous.
         """
 
+    def offload_with_norm(self, source: Tensor, destination: Tensor) -> Tensor:
+        """Queue one partition as `offload` does, and return its 2-norm.
+
+        Returns:
+            Shape (), float64, accumulated in fp64; on the device in stream order, or on the host.
+        """
+        norm = self.device.norm(source)
+        self.offload(source, destination)
+        return norm
+
     @abstractmethod
     def drain(self) -> None:
-        """Return when every destination that was given to `offload` holds its values."""
+        """Return when every destination that was given to `offload` holds its values.
+
+        The current stream does not matter here. What a host thread of the path's raised is raised here
+        or by the next `offload`.
+        """
 
     def close(self) -> None:
         """End the host threads and give back the buffers; the path must have been drained."""
@@ -169,11 +210,13 @@ class DestinationPath(GradientPath):
         """Allocates one fp32 scratch of `buffer_bytes` on the device for casts there."""
         super().__init__(device, spec, dtype)
         self._non_blocking = spec.path == "pinned"
+        self._queued: Event | None = None
         self._landed: deque[tuple[Event, Tensor]] = deque()
         self._widening: deque[Future[None]] = deque()
         self._scratch: Tensor | None = None
         if self.casts_on_device:
             self._scratch = device.empty(self.buffer_elements, torch.float32)
+        self.threads = HostThreads(spec.host_threads, device)
 
     def offload(self, source: Tensor, destination: Tensor) -> None:
         """Queue one partition; see `GradientPath.offload`."""
@@ -190,19 +233,39 @@ class DestinationPath(GradientPath):
             landing = destination.view(self.dtype)[destination.numel() :]
             self.device.d2h(landing, source, non_blocking=self._non_blocking)
             self._widen_later(destination)
+            return
+        if self._non_blocking:
+            self._queued = self.device.record_event()
+
+    def offload_with_norm(self, source: Tensor, destination: Tensor) -> Tensor:
+        """Where device memory is host memory, the same pass that widens sums the squares."""
+        if not self.device.shares_host_memory:
+            return super().offload_with_norm(source, destination)
+        if self._scratch is None:
+            squares = self.threads.widen(destination, source)
+        else:
+            squares = 0.0
+            for low, fp32 in _chunks(source, destination, self.buffer_elements):
+                scratch = self._scratch[: low.numel()]
+                squares += kernel.widen(scratch, low)
+                self.device.d2h(fp32, scratch)
+        return torch.tensor(math.sqrt(squares), dtype=torch.float64, device="cpu")
 
     def _widen_later(self, destination: Tensor) -> None:
-        """With threads of its own the widening starts as soon as the copy is done; else at the drain."""
-        event = self.device.record_event()
-        if not self.threads.count:
+        """As soon as the copy is done: at once, in a thread, or at the drain if nothing else waits for it."""
+        event = self.device.record_event() if self._non_blocking else None
+        if self.threads.count:
+            future = self.threads.submit(lambda: self._widen(event, destination))
+            assert future is not None
+            self._widening.append(future)
+        elif event is None:
+            self._widen(event, destination)
+        else:
             self._landed.append((event, destination))
-            return
-        future = self.threads.submit(lambda: self._widen(event, destination))
-        assert future is not None
-        self._widening.append(future)
 
-    def _widen(self, event: Event, destination: Tensor) -> None:
-        event.synchronize()
+    def _widen(self, event: Event | None, destination: Tensor) -> None:
+        if event is not None:
+            event.synchronize()
         widen_in_place(self.device, destination, self.dtype)
 
     def drain(self) -> None:
@@ -211,8 +274,14 @@ class DestinationPath(GradientPath):
             self._widen(*self._landed.popleft())
         while self._widening:
             self._widening.popleft().result()
-        if self._non_blocking:
-            self.device.record_event().synchronize()
+        if self._queued is not None:
+            self._queued.synchronize()
+            self._queued = None
+
+    def close(self) -> None:
+        """End the host threads and give back the scratch."""
+        super().close()
+        self._scratch = None
 
 
 @dataclass(slots=True)
@@ -237,11 +306,12 @@ class StagedPath(GradientPath):
         super().__init__(device, spec, dtype)
         landing = torch.float32 if self.casts_on_device else dtype
         self.buffer_elements = spec.buffer_bytes // landing.itemsize
-        self._block = device.pinned_empty(self.buffer_elements * spec.buffer_count, landing)
-        self._ring = deque(_Slot(buffer) for buffer in self._block.chunk(spec.buffer_count))
         self._scratch: Tensor | None = None
         if self.casts_on_device:
             self._scratch = device.empty(self.buffer_elements, torch.float32)
+        self._block: Tensor | None = device.pinned_empty(self.buffer_elements * spec.buffer_count, landing)
+        self._ring = deque(_Slot(buffer) for buffer in self._block.chunk(spec.buffer_count))
+        self.threads = HostThreads(spec.host_threads, device)
 
     def offload(self, source: Tensor, destination: Tensor) -> None:
         """Queue one partition; blocks only while every buffer is still in use."""
@@ -269,11 +339,13 @@ class StagedPath(GradientPath):
     def _empty(self, slot: _Slot) -> None:
         if slot.destination is None:
             return
-        if slot.future is not None:
-            slot.future.result()
-        else:
-            self._land(slot)
-        slot.event = slot.destination = slot.future = None
+        try:
+            if slot.future is not None:
+                slot.future.result()
+            else:
+                self._land(slot)
+        finally:
+            slot.event = slot.destination = slot.future = None
 
     def drain(self) -> None:
         """Empty the buffers, oldest first."""
@@ -284,7 +356,10 @@ class StagedPath(GradientPath):
         """End the host threads and unpin the ring."""
         super().close()
         self._ring.clear()
-        self.device.release_pinned(self._block)
+        self._scratch = None
+        if self._block is not None:
+            self.device.release_pinned(self._block)
+            self._block = None
 
 
 def widen_in_place(device: Device, destination: Tensor, dtype: torch.dtype) -> None:
@@ -305,6 +380,12 @@ def widen_in_place(device: Device, destination: Tensor, dtype: torch.dtype) -> N
         device.h2h(destination[done : done + half], low[done : done + half])
         done += half
     device.h2h(destination[done:], low[done:].clone())
+
+
+def moved_bytes(spec: Spec, gradient: Tensor) -> int:
+    """Bytes of one partition that cross the link on the path of `spec`, where there is a link."""
+    itemsize = 4 if spec.cast == "device" else gradient.element_size()
+    return gradient.numel() * itemsize
 
 
 def _chunks(source: Tensor, destination: Tensor, elements: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -394,9 +475,12 @@ class _BounceBuffer(StockPath):
 
     def __init__(self, device: Device, dtype: torch.dtype, largest_elements: int) -> None:
         super().__init__(device, dtype, largest_elements)
-        self._pinned = device.why_not_pinned() is None
-        make = device.pinned_empty if self._pinned else device.host_empty
-        self._bounce = make(largest_elements, torch.float32)
+        self._pinned = True
+        try:
+            self._bounce = device.pinned_empty(largest_elements, torch.float32)
+        except PinError:  # the CPU accelerator's pin_memory gives pageable memory
+            self._pinned = False
+            self._bounce = device.host_empty(largest_elements, torch.float32)
 
     def offload(self, source: Tensor, destination: Tensor) -> None:
         bounce = self._bounce[: source.numel()]
@@ -406,6 +490,7 @@ class _BounceBuffer(StockPath):
 
     def close(self) -> None:
         if self._pinned:
+            self._pinned = False
             self.device.release_pinned(self._bounce)
 
 

@@ -102,8 +102,8 @@ def probe(
     limits = host.limits(
         max_pinned_bytes=_cap(max_pinned_bytes, steer), pin_backend=device.identity.pin_backend
     )
-    report = progress or _silent
-    with _measuring(device):
+    report, share = progress or _silent, loaded.measure_share
+    with measuring(device):
         measurements = measure(
             device,
             loaded,
@@ -111,7 +111,7 @@ def probe(
             cache_bytes=facts.last_level_cache_bytes,
             memory_bytes=limits.available_bytes // _MEMORY_SHARE,
             pinnable_bytes=limits.pinnable_bytes,
-            progress=lambda what, done: report(what, done * loaded.measure_share),
+            progress=lambda what, done: report(what, done * share),
         )
         decision = decide(
             device,
@@ -123,7 +123,7 @@ def probe(
             steer=steer,
             cache_bytes=facts.last_level_cache_bytes,
             deadline=started + loaded.budget_seconds * _DECIDE_BY,
-            progress=report,
+            progress=lambda what, done: report(what, share + done * (1 - share)),
         )
     report("done", 1.0)
     return Profile(
@@ -228,7 +228,7 @@ def _silent(what: str, fraction: float) -> None:
 
 
 @contextmanager
-def _measuring(device: AcceleratorDevice) -> Iterator[Any]:
+def measuring(device: AcceleratorDevice) -> Iterator[Any]:
     """The right device current, and no garbage collection in the middle of a sample."""
     collecting = gc.isenabled()
     gc.disable()

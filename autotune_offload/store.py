@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import yaml
 
+from autotune_offload import folders
 from autotune_offload.errors import ProfileError
 from autotune_offload.records import SCHEMA, Profile, Scalar, fingerprint_key, from_plain, to_plain
 
@@ -33,9 +33,6 @@ try:
 except ImportError:  # PyYAML built without libyaml: the same result, some 15 times slower
     from yaml import SafeDumper as _SafeDumper  # type: ignore[assignment]
     from yaml import SafeLoader as _SafeLoader  # type: ignore[assignment]
-
-FOLDER_VARIABLE = "AUTOTUNE_OFFLOAD_CACHE"
-"""Environment variable that names the folder of profiles."""
 
 MAX_FILE_BYTES = 4 << 20
 """A larger file is refused unread. An ordinary profile has 40 KB; 4 MB take seconds to parse."""
@@ -92,7 +89,7 @@ class Store:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = _resolved(folder or _default_folder())
+        self.folder = _resolved(folder or folders.profiles())
 
     def path_of(self, fingerprint: dict[str, Scalar]) -> Path:
         """The file that holds, or would hold, the profile of an environment."""
@@ -114,7 +111,7 @@ class Store:
         except (OSError, UnicodeError) as error:
             raise ProfileError(
                 f"cannot save the profile as {path}: {error}; "
-                f"set {FOLDER_VARIABLE} to a folder that can be written, or go on without saving"
+                f"set {folders.CACHE_VARIABLE} to a folder that can be written, or go on without saving"
             ) from error
         return path
 
@@ -168,7 +165,7 @@ class Store:
         if not self.folder.is_absolute():
             raise ProfileError(
                 f"no folder for profiles: {self.folder} needs a home directory, and this user has none; "
-                f"set HOME, or {FOLDER_VARIABLE} to a folder that can be written"
+                f"set HOME, or {folders.CACHE_VARIABLE} to a folder that can be written"
             )
 
     def _files(self, prefix: str = "") -> list[Path]:
@@ -225,16 +222,6 @@ class Store:
 
 
 # -- names ----------------------------------------------------------------------------------------
-
-
-def _default_folder() -> Path:
-    named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named)
-    try:
-        return platformdirs.user_cache_path("autotune-offload", appauthor=False) / "profiles"
-    except RuntimeError:  # no home directory; older platformdirs leave the "~" in the path instead
-        return Path("~/.cache/autotune-offload/profiles")
 
 
 def _resolved(folder: Path) -> Path:

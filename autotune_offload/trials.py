@@ -52,33 +52,25 @@ class Sample:
 
 
 def sample(workload: Workload, most_elements: int) -> Sample:
-    """A sample with the workload's mix of sizes, of at most about `most_elements`.
+    """A sample with the workload's mix of sizes, of `most_elements` within a quarter.
 
     Each size keeps its share of the partitions; partitions over half the sample are cut in pieces.
     The order interleaves the sizes, as a backward pass meets them.
     """
     piece = max(most_elements // 2, 1)
-    pieces = []
-    for size, count in workload.partitions:
-        parts = -(-size // piece)
-        pieces.append((-(-size // parts), count * parts))
+    cut = [(-(-size // piece), size, count) for size, count in workload.partitions]
     share = min(most_elements / workload.elements, 1.0)
-    sizes: list[int] = []
-    owed = 0.0
-    for size, count in pieces:  # largest first; what one size could not use, the next may
-        owed += share * count * size
-        wanted = min(round(owed / size), count)
-        sizes += [size] * wanted
-        owed -= wanted * size
-    if not sizes:
-        sizes = [min(pieces[0][0], most_elements)]
-    spread = _interleaved(sizes)
-    return Sample(sizes=spread, scale=workload.elements / sum(spread))
+    # largest first, so that rounding is off by half of the largest piece at most, whatever the mix
+    counts = _whole([share * parts * count for parts, _, count in cut])
+    sizes = {size // parts: 0 for parts, size, _ in cut}
+    for (parts, size, _), wanted in zip(cut, counts, strict=True):
+        sizes[size // parts] += wanted
+    order = _interleaved(sizes)
+    return Sample(sizes=order, scale=workload.elements / sum(order))
 
 
-def _interleaved(sizes: list[int]) -> tuple[int, ...]:
+def _interleaved(counts: dict[int, int]) -> tuple[int, ...]:
     """Each size evenly over the whole order."""
-    counts = {size: sizes.count(size) for size in set(sizes)}
     placed = [((i + 0.5) / count, size) for size, count in counts.items() for i in range(count)]
     return tuple(size for _, size in sorted(placed))
 
@@ -133,8 +125,9 @@ class Bench:
         block = self._block(memory)
         block.fill_(float("nan"))
         self._pass(path, block)
-        if not torch.equal(block, self._expected):
-            wrong = int((block != self._expected).sum())
+        seen, expected = block.view(torch.int32), self._expected.view(torch.int32)
+        if not torch.equal(seen, expected):
+            wrong = int((seen != expected).sum())
             raise MeasurementError(f"{wrong:,} of {block.numel():,} gradients arrived with wrong bits")
 
     def time(self, path: Offload, memory: Memory) -> float:
@@ -169,7 +162,7 @@ class Bench:
 
 
 class _Compute:
-    """Matrix products on the default stream, as many for each partition as its backward would take.
+    """Matrix products on the current stream, as many for each partition as its backward would take.
 
     A backward pass does 4 floating-point operations a parameter and token (Kaplan et al.,
     arXiv:2001.08361, section 2.1); a partition stands for `world_size` times as many parameters.
@@ -182,11 +175,16 @@ class _Compute:
         self._out = device.empty(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
         flops = [4 * MICRO_BATCH_TOKENS * size * workload.world_size for size in sample.sizes]
         self._products = _whole([one / (2 * _SQUARE**3) for one in flops])
+        self._multiply()  # the first product loads the kernel
+        device.synchronize()
+
+    def _multiply(self) -> None:
+        self._device.matmul(self._out, self._square, self._square)
 
     def queue(self, index: int) -> None:
         """The compute that makes partition `index`."""
         for _ in range(self._products[index]):
-            torch.mm(self._square, self._square, out=self._out)
+            self._multiply()
 
     def alone(self) -> float:
         """Seconds of the whole sample's compute with nothing beside it."""

@@ -16,6 +16,8 @@ FLOORS = {
     "errors": 0,
     "records": 0,
     "shipped": 0,
+    "folders": 0,
+    "kernel": 0,
     "host": 1,
     "device": 1,
     "store": 1,
@@ -26,6 +28,10 @@ FLOORS = {
     "paths": 2,
     "trials": 2,
     "cost_model": 2,
+    "candidates": 3,
+    "contest": 3,
+    "zero_sizes": 3,
+    "verdict": 3,
     "decide": 3,
     "zero3": 3,
     "probing": 4,
@@ -36,10 +42,23 @@ FLOORS = {
     "cli": 7,
     "__main__": 7,
 }
-NEIGHBOURS = {"records": {"errors"}, "shipped": {"errors"}, "cli": {"cli"}, "__main__": {"cli"}}
-"""Imports allowed within a floor: the ground floor raises our errors, the verbs of the CLI share code."""
+NEIGHBOURS = {
+    "records": {"errors"},
+    "shipped": {"errors"},
+    "kernel": {"folders"},
+    "contest": {"candidates"},
+    "zero_sizes": {"candidates"},
+    "verdict": {"candidates", "contest"},
+    "decide": {"candidates", "contest", "verdict", "zero_sizes"},
+    "cli": {"cli"},
+    "__main__": {"cli"},
+}
+"""Imports allowed within a floor: the ground floor raises our errors, the verbs of the CLI share code, and
+the decision is spread over modules."""
 HEAVY = {"torch", "deepspeed", "optuna"}
-HEAVY_AT_TOP = {module: {"torch"} for module in ("device", "measure", "paths", "simulated", "trials")}
+HEAVY_AT_TOP = {
+    module: {"torch"} for module in ("kernel", "verify", "device", "measure", "paths", "simulated", "trials")
+}
 """The modules that cannot work without a heavy library, and which one each of them may load at once."""
 
 FACE = PACKAGE / "__init__.py"

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 
 from autotune_offload import store as store_module
 from autotune_offload.errors import ProfileError
+from autotune_offload.folders import CACHE_VARIABLE
 from autotune_offload.records import PinCost, Profile, Scalar, from_plain, to_plain
-from autotune_offload.store import FOLDER_VARIABLE, MAX_FILE_BYTES, Miss, Store
+from autotune_offload.store import MAX_FILE_BYTES, Miss, Store
 from tests.factories import make_choice, make_profile, make_workload
 
 CHECKOUT = Path(store_module.__file__).parents[1]
@@ -206,7 +207,7 @@ def test_a_typical_profile_is_found_within_25_ms(store: Store) -> None:
 
 def test_the_environment_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read when a store is made, and an argument goes before it."""
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "here"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "here"))
     assert Store().folder == tmp_path / "here"
     assert Store(tmp_path).folder == tmp_path
 
@@ -215,7 +216,7 @@ def test_the_default_is_the_platforms_cache_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty variable counts as unset."""
-    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    monkeypatch.setenv(CACHE_VARIABLE, "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = Store().folder
@@ -229,14 +230,14 @@ def test_a_user_without_a_home_goes_without_a_cache(tmp_path: Path, monkeypatch:
     def nobody(uid: int) -> pwd.struct_passwd:
         raise KeyError(uid)
 
-    for name in (FOLDER_VARIABLE, "HOME", "XDG_CACHE_HOME"):
+    for name in (CACHE_VARIABLE, "HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     monkeypatch.chdir(tmp_path)
     homeless = Store()
-    assert FOLDER_VARIABLE in missed(homeless.lookup({})).reason
+    assert CACHE_VARIABLE in missed(homeless.lookup({})).reason
     assert "home" in missed(homeless.lookup({}, frozenset({"workload"}))).reason
-    with pytest.raises(ProfileError, match=FOLDER_VARIABLE):
+    with pytest.raises(ProfileError, match=CACHE_VARIABLE):
         homeless.save(make_profile())
     assert homeless.entries() == ()
     assert list(tmp_path.iterdir()) == []
@@ -488,7 +489,7 @@ def test_a_failed_rename_leaves_the_old_profile_and_no_litter(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(ProfileError, match=rf"No space left on device.*{FOLDER_VARIABLE}"):
+    with pytest.raises(ProfileError, match=rf"No space left on device.*{CACHE_VARIABLE}"):
         store.save(make_profile(plan="thorough"))
     assert found(store.lookup(profile.fingerprint)) == profile
     assert [path.name for path in store.folder.iterdir()] == [store.path_of(profile.fingerprint).name]
@@ -548,7 +549,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path: Path)
     """A file stands where the folder should be: saving says so, looking up just misses."""
     (tmp_path / "file").write_text("")
     blocked = Store(tmp_path / "file" / "profiles")
-    with pytest.raises(ProfileError, match=rf"cannot save.*{FOLDER_VARIABLE}"):
+    with pytest.raises(ProfileError, match=rf"cannot save.*{CACHE_VARIABLE}"):
         blocked.save(make_profile())
     missed(blocked.lookup(make_profile().fingerprint))
     missed(blocked.lookup(make_profile().fingerprint, WORKLOAD))

@@ -87,11 +87,11 @@ def interrupt(what, share):
         raise KeyboardInterrupt
 
 environment = dict(os.environ)
-config = stock_config(micro_batch=1, accumulation_steps=2)
+config = stock_config(micro_batch=2, accumulation_steps=2)
 variants = [Variant(name="stock", config=config), Variant(name="same", config=config),
             Variant(name="slow", config=config, prepare=slow)]
-model = ModelSpec(layers=1, width=64, length=16)
-outcome = verify(variants, model=model, steps=12, warmup=2)
+model = ModelSpec(layers=1, width=128, length=32, vocabulary=32)
+outcome = verify(variants, model=model, steps=8, warmup=1)
 
 import deepspeed.comm
 left = {"process_group": deepspeed.comm.is_initialized()}
@@ -121,21 +121,21 @@ def test_verify_finds_no_difference_between_equal_variants(verified: dict[str, A
 
 
 def test_verify_finds_a_slower_gradient_offload(verified: dict[str, Any]) -> None:
-    """100 ms more in each of two accumulation steps are seen in the offload, the backward and the step."""
-    first, _, slow = verified["outcome"]["variants"]
+    """100 ms more in each of two accumulation steps are counted in the offload, the backward and the step."""
+    slow = verified["outcome"]["variants"][2]
     assert re.search(r"gradient offload [\d.]+x slower", slow["verdict"])
-    for metric in ("gradient_offload", "backward", "step"):
-        added = slow[metric]["median_seconds"] - first[metric]["median_seconds"]
-        assert 0.15 < added < 0.6
+    samples = (slow[metric]["raw_seconds"] for metric in ("gradient_offload", "backward", "step"))
+    for offload, backward, step in zip(*samples, strict=True):
+        assert 0.2 <= offload <= backward <= step
 
 
 def test_verify_trains_every_step_it_reports(verified: dict[str, Any]) -> None:
     """Warm-up steps give losses but no times, and the loss falls."""
     for result in (*verified["outcome"]["variants"], verified["outcome"]["control"]):
-        assert len(result["losses"]) == 14
+        assert len(result["losses"]) == 9
         assert [
             len(result[metric]["raw_seconds"]) for metric in ("step", "backward", "gradient_offload")
-        ] == [12] * 3
+        ] == [8] * 3
         assert result["losses"][-1] < result["losses"][0]
 
 

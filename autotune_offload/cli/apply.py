@@ -98,14 +98,14 @@ def _explain_changes(
     if not tuned.changes:
         notice("no key was changed")
     for change in tuned.changes:
-        notice(sentence(change))
+        notice(f"{written(change)}\n    {change.reason}")
 
 
-def sentence(change: Change) -> str:
-    """``key: before -> after`` and below it the reason."""
+def written(change: Change) -> str:
+    """``key: before -> after``, values as in JSON."""
     before = "absent" if change.before is None else json.dumps(change.before)
     after = "removed" if change.after is None else json.dumps(change.after)
-    return f"{change.key}: {before} -> {after}\n    {change.reason}"
+    return f"{change.key}: {before} -> {after}"
 
 
 def _unified_diff(config: Path, before: str, after: str) -> str:

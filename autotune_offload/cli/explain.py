@@ -66,7 +66,7 @@ def _print(out: Console, profile: Profile) -> None:
     out.print(f"Choice: {describe_choice(choice)}", style="bold")
     bullets(out, choice.reasons)
     out.print(_gain(choice))
-    heading(out, "Alternatives, the best of each kind (time added to a backward pass)")
+    heading(out, "The best of each kind (time added to a backward pass, ratio to the chosen)")
     _print_alternatives(out, best_of_each(alternatives(profile)), choice)
     _print_rejections(out, rejections(profile))
     _print_sizes(out, choice)
@@ -83,7 +83,7 @@ def _gain(choice: Choice) -> str:
 def _print_alternatives(out: Console, rows: list[Alternative], choice: Choice) -> None:
     from autotune_offload.cli.readable import bullets, mark, table
 
-    grid = table("", "path", folds="details", right=("predicted", "measured", "to chosen"))
+    grid = table("", "path", folds="details", right=("predicted", "measured", "ratio"))
     for row in rows:
         grid.add_row(
             mark(row),

@@ -99,8 +99,8 @@ def print_alternatives(out: Console, profile: Profile) -> None:
             units.percent(row.spread),
         )
     out.print(grid)
-    hidden = f"; {len(rows) - len(shown)} more in --json" if len(rows) > len(shown) else ""
-    out.print(f"> chosen   = what the installed DeepSpeed runs   * DeepSpeed's own{hidden}")
+    hidden = f"  ({len(rows) - len(shown)} more in --json)" if len(rows) > len(shown) else ""
+    out.print(f"> chosen  = installed DeepSpeed's own  * other versions' own{hidden}")
 
 
 def print_choice(out: Console, profile: Profile) -> None:

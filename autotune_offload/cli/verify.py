@@ -170,14 +170,14 @@ def _print_ratios(out: Console, results: list[VariantResult]) -> None:
 
 
 def _print_changes(out: Console, tuned: Tuned) -> None:
-    from autotune_offload.cli.apply import sentence
-    from autotune_offload.cli.readable import heading
+    from autotune_offload.cli.apply import written
+    from autotune_offload.cli.readable import bullets, heading
 
     heading(out, "Changed keys")
-    for change in tuned.changes:
-        out.print(sentence(change))
-    if not tuned.changes:
-        out.print("none")
+    bullets(
+        out,
+        (f"{written(change)}: {change.reason}" for change in tuned.changes) if tuned.changes else ("none",),
+    )
 
 
 def _timing(timing: Timing) -> str:

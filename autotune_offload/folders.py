@@ -1,0 +1,27 @@
+"""Where this package keeps what it makes: profiles, and the compiled pass."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+CACHE_VARIABLE = "AUTOTUNE_OFFLOAD_CACHE"
+"""Names the folder of the profiles; the compiled pass lies in a folder below it."""
+
+
+def profiles() -> Path:
+    """The folder that CACHE_VARIABLE names, else one in the user's cache directory for this platform."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named)
+    try:
+        return platformdirs.user_cache_path("autotune-offload", appauthor=False) / "profiles"
+    except RuntimeError:  # no home directory; older platformdirs leave the "~" in the path instead
+        return Path("~/.cache/autotune-offload/profiles")
+
+
+def kernels() -> Path:
+    """The folder of the compiled pass."""
+    return profiles() / "kernels"

@@ -1,0 +1,285 @@
+"""The verdict on what was timed: the tie rule, the two pin keys, and the reasons in words and numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune_offload import host
+from autotune_offload.candidates import PinRules, predicted
+from autotune_offload.contest import Entrant
+from autotune_offload.cost_model import CostModel
+from autotune_offload.ds_config import Settings
+from autotune_offload.measure import interquartile_range
+from autotune_offload.records import Baseline, Candidate, Choice, ZeroSizes
+from autotune_offload.workload import DTYPE_BYTES, middle_elements
+
+_TIE = 0.02
+"""Two medians closer than 2 % are never told apart, however small the spread in one process."""
+
+_FAR = 2.0
+"""Who takes more than this many times the best is not told apart by the noise, and does not add to it."""
+
+_NOT_HERE = "page-locked memory is not on offer here"
+_PINS = {"direct": 0, "staged": 1, "pinned": 2}
+_OUT_OF_TIME = "not tried: out of time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the trials gave. `finalists` were timed last; the installed DeepSpeed's own leads `baselines`."""
+
+    model: CostModel
+    finalists: tuple[Entrant[Candidate], ...]
+    candidates: tuple[Entrant[Candidate], ...]
+    baselines: tuple[Entrant[Baseline], ...]
+    floor_seconds: float
+    """Shorter times are all the same."""
+
+    @property
+    def installed(self) -> Entrant[Baseline]:
+        """What the installed DeepSpeed does by default."""
+        return self.baselines[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was tried and what was chosen."""
+
+    baselines: tuple[Baseline, ...]
+    candidates: tuple[Candidate, ...]
+    choice: Choice
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pin:
+    """Whether one of the two `pin_memory` keys is on, why, and whether the noise left it open."""
+
+    pinned: bool
+    reason: str
+    unsettled: bool = False
+
+    @classmethod
+    def measured(cls, section: str, what: str, pageable: float, pinned: float, noise: float) -> _Pin:
+        """On where the seconds from or into pinned memory are fewer beyond the noise."""
+        gain = pageable / pinned
+        on = gain > 1 + noise
+        times = f"{what} {_shown(pageable)} with pageable and {_shown(pinned)} with pinned memory"
+        settled = on or gain < 1 / (1 + noise)
+        return cls(
+            pinned=on,
+            unsettled=not settled,
+            reason=f"{section} is {'' if on else 'not '}pinned: {times}"
+            + ("" if settled else f", the same within the noise of {noise:.1%}"),
+        )
+
+
+class Verdict:
+    """The choice by the tie rule, and its reasons."""
+
+    def __init__(self, outcome: Outcome, rules: PinRules, steer: Settings) -> None:
+        self.outcome, self.rules, self.steer = outcome, rules, steer
+        self.best = min(outcome.finalists, key=lambda e: e.median)
+        rivals: list[Entrant[Any]] = [*outcome.finalists, outcome.installed]
+        self.noise = max(_TIE, *(self._noise(self.best, e) for e in rivals))
+        self.near = [e for e in outcome.finalists if self._ratio(e, self.best) <= 1 + self.noise]
+        self.chosen = min(self.near, key=_modesty)
+        self.keeps_own = steer.path == "deepspeed" or not outcome.installed.timed
+        self.gain = 1.0 if self.keeps_own else self._ratio(outcome.installed, self.chosen)
+
+    def decision(self, sizes: ZeroSizes) -> Decision:
+        """All of it, as records."""
+        record = self.chosen.record
+        optimizer = self._pin_optimizer()
+        parameters = self._pin_parameters(with_optimizer=optimizer.pinned)
+        choice = Choice(
+            path=record.path,
+            cast=record.cast,
+            buffer_bytes=record.buffer_bytes,
+            buffer_count=record.buffer_count,
+            host_threads=record.host_threads,
+            pin_optimizer=optimizer.pinned,
+            pin_parameters=parameters.pinned,
+            unsettled_pins=("pin_optimizer",) * optimizer.unsettled
+            + ("pin_parameters",) * parameters.unsettled,
+            sizes=sizes,
+            gain=self.gain,
+            noise=self.noise,
+            tie=any(e.record.path != record.path for e in self.near),
+            reasons=(*self._reasons(), optimizer.reason, parameters.reason),
+        )
+        return Decision(
+            baselines=tuple(e.reported() for e in self.outcome.baselines),
+            candidates=tuple(sorted(map(_reported, self.outcome.candidates), key=_by_time)),
+            choice=choice,
+            warnings=tuple(self._warnings(choice)),
+        )
+
+    # -- comparing --
+
+    def _counted(self, seconds: float) -> float:
+        return max(seconds, self.outcome.floor_seconds)
+
+    def _ratio(self, entrant: Entrant[Any], other: Entrant[Any]) -> float:
+        return self._counted(entrant.median) / self._counted(other.median)
+
+    def _noise(self, one: Entrant[Any], other: Entrant[Any]) -> float:
+        """Half the 95 % interval of the median ratio of two entrants that ran in the same rounds.
+
+        1.253 sigma / sqrt(n) is the standard error of a median, and IQR / 1.349 estimates sigma (Kendall
+        and Stuart, The Advanced Theory of Statistics, vol. 1, on order statistics).
+        """
+        pairs = zip(one.seconds, other.seconds, strict=False)
+        ratios = [self._counted(b) / self._counted(a) for a, b in pairs]
+        if other is one or len(ratios) < 2 or self._ratio(other, one) > _FAR:
+            return 0.0
+        error = 1.253 * interquartile_range(ratios) / 1.349 / math.sqrt(len(ratios))
+        return 1.96 * error / statistics.median(ratios)
+
+    # -- the two keys --
+
+    def _pin_optimizer(self) -> _Pin:
+        """DeepSpeed's own code carries the gradients, so its own two times decide about the key."""
+        section, what = "offload_optimizer", "DeepSpeed's own copies take"
+        limit = self.rules.against_path("pinned")
+        if limit is not None:
+            cause = _NOT_HERE if self.rules.not_on_offer else limit
+            return _Pin(pinned=False, reason=f"{section} is not pinned: {cause}")
+        if self.steer.path not in ("auto", "deepspeed"):
+            on = self.steer.path == "pinned"
+            words_ = f"{section} is {'' if on else 'not '}pinned: you fixed the path {self.steer.path}"
+            return _Pin(pinned=on, reason=words_)
+        stock = [b for b in self.outcome.baselines if b.record.name == self.outcome.installed.record.name]
+        times = {b.memory: b for b in stock if b.timed}
+        if len(times) < 2:
+            missing = "pinned" if "pinned" not in times else "pageable"
+            return _Pin(
+                pinned=False,
+                reason=f"{section} is not pinned: DeepSpeed's own copies into {missing} memory were not timed",
+            )
+        pageable, pinned = times["pageable"], times["pinned"]
+        noise = max(_TIE, self._noise(pageable, pinned), self._noise(pinned, pageable))
+        return _Pin.measured(
+            section, what, self._counted(pageable.median), self._counted(pinned.median), noise
+        )
+
+    def _pin_parameters(self, *, with_optimizer: bool) -> _Pin:
+        """Parameters are fetched h2d: their own two curves decide, at the size that most bytes have."""
+        section, model = "offload_param", self.outcome.model
+        if self.rules.not_on_offer is not None:
+            return _Pin(pinned=False, reason=f"{section} is not pinned: {_NOT_HERE}")
+        limit = self.rules.against_parameters(with_optimizer=with_optimizer)
+        if limit is None and not model.measured("h2d", "pinned"):
+            limit = "no copies from page-locked memory were measured"
+        if limit is not None:
+            return _Pin(pinned=False, reason=f"{section} is not pinned: {limit}")
+        workload = model.workload
+        elements = -(-middle_elements(workload.parameters) // workload.world_size)
+        size = DTYPE_BYTES[workload.dtype] * elements
+        pageable, pinned = (model.line("h2d", m).seconds(size) for m in ("pageable", "pinned"))
+        return _Pin.measured(section, f"a fetch of {size:,} bytes takes", pageable, pinned, self.noise)
+
+    # -- in words --
+
+    def _reasons(self) -> Iterator[str]:
+        chosen, best = self.chosen, self.best
+        yield from self._against_own()
+        if chosen is not best:
+            yield (
+                f"{words(best.record)} was fastest with {_shown(best.median)}, within the noise of "
+                f"{words(chosen.record)}: a near tie goes to what pins less, then to the smaller buffers"
+            )
+        yield from self._other_paths()
+        yield from self._not_tried()
+
+    def _against_own(self) -> Iterator[str]:
+        chosen, own = self.chosen, self.outcome.installed
+        adds = f"{words(chosen.record)} adds {_shown(chosen.median)} to a backward pass"
+        own_words = f"DeepSpeed's own {words(own.record)}"
+        if not own.timed:
+            yield f"{adds}; {own_words} {own.failed or 'was not timed'}, so nothing is compared with it"
+            return
+        times = f"{own_words} adds {_shown(own.median)}"
+        if self.steer.path == "deepspeed":
+            yield f"you fixed the path deepspeed, so DeepSpeed's own code is kept: {times}; {adds}"
+            return
+        yield f"{adds}; {times} ({self.gain:.2f}x, noise {self.noise:.1%})"
+        if self.gain < 1 / (1 + self.noise):
+            yield "DeepSpeed's own code is faster, and is kept"
+        elif self.gain <= 1 + self.noise:
+            yield "that is no gain beyond the noise over DeepSpeed's own code, which is kept"
+
+    def _other_paths(self) -> Iterator[str]:
+        """The best of each other path that was clearly slower."""
+        told = {self.chosen.record.path, *(e.record.path for e in self.near)}
+        for other in sorted(self.outcome.finalists, key=lambda e: e.median):
+            if other.record.path not in told:
+                told.add(other.record.path)
+                times = f"{self._ratio(other, self.chosen):.2f} times as much"
+                yield f"{words(other.record)} adds {_shown(other.median)}, {times}"
+
+    def _not_tried(self) -> Iterator[str]:
+        if self.rules.not_on_offer is not None:
+            why = f"{_NOT_HERE}: {self.rules.not_on_offer}"
+            yield f"{why}; so the paths pinned and staged were not tried"
+            return
+        for path in ("direct", "pinned", "staged"):
+            entrants = [e for e in self.outcome.candidates if e.record.path == path]
+            causes = [e.failed or e.record.rejected for e in entrants]
+            failed = any(e.failed for e in entrants)
+            if entrants and all(causes):
+                yield f"{path} {'was put aside' if failed else 'was not tried'}: {causes[0]}"
+
+    def _warnings(self, choice: Choice) -> Iterator[str]:
+        for baseline in self.outcome.baselines:
+            if baseline.failed:
+                yield f"DeepSpeed's own {words(baseline.record)} {baseline.failed}"
+        if self.rules.not_on_offer is None and choice.path != "pinned" and not choice.pin_optimizer:
+            workload = self.rules.workload
+            flat = host.pinned_block_bytes(DTYPE_BYTES[workload.dtype] * workload.elements)
+            yield (
+                f"with offload_param on, DeepSpeed page-locks {flat:,} bytes for its flat parameter buffer "
+                "whatever pin_memory says"
+            )
+
+
+def _modesty(entrant: Entrant[Candidate]) -> tuple[int, int, int, float]:
+    """What pins less first, then the smaller buffers, then the fewer threads, then the faster."""
+    c = entrant.record
+    return _PINS[c.path], c.buffer_bytes * c.buffer_count, c.host_threads, entrant.median
+
+
+def _reported(entrant: Entrant[Candidate]) -> Candidate:
+    """With its time, or with the reason why there is none."""
+    if entrant.timed or entrant.record.rejected is not None:
+        return entrant.reported()
+    return replace(entrant.record, rejected=entrant.failed or _OUT_OF_TIME)
+
+
+def _by_time(candidate: Candidate) -> tuple[bool, float]:
+    """Measured ones first."""
+    if candidate.measured_seconds is not None:
+        return False, candidate.measured_seconds
+    return True, predicted(candidate)
+
+
+def words(record: Candidate | Baseline) -> str:
+    """A candidate or baseline in words, with the parameters that have an effect."""
+    if isinstance(record, Baseline):
+        return f"{record.name} into {record.memory} memory"
+    said = f"{record.path} with the cast on the {record.cast}"
+    if record.path == "staged":
+        said += f" through {record.buffer_count} buffers of {record.buffer_bytes:,} bytes"
+    elif record.cast == "device":
+        said += f" in pieces of {record.buffer_bytes:,} bytes"
+    if not record.host_threads:
+        return said
+    return said + f", {record.host_threads} host thread{'s' if record.host_threads > 1 else ''}"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"

@@ -1,0 +1,146 @@
+"""Whether the choice is the best there is: its time against an exhaustive measured sweep.
+
+    python -m benchmarks.choice [--json] [--repeat N] [--budget SECONDS] [--rounds ROUNDS]
+
+Each repeat probes this host as `autotune-offload probe` does, then times every candidate that the host's
+limits admit, those that the cost model would not have tried included, in interleaved rounds on the same
+sample and with the same code. The figure of a repeat is the chosen candidate's median in the sweep over
+the least median in the sweep: 1 is the best possible, and noise alone makes it a little more.
+
+Output: one line a repeat, then the median with its range and how often each path was chosen; with --json
+the last line of stdout is one JSON document with all of it. The exit status is 1 where the median is over
+its limit of 1.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+
+from autotune_offload.candidates import PinRules, grid, key
+from autotune_offload.contest import Entrant, Race
+from autotune_offload.decide import sample_elements, words
+from autotune_offload.device import AcceleratorDevice
+from autotune_offload.ds_config import Settings
+from autotune_offload.probing import load_plan, measuring, probe
+from autotune_offload.records import Candidate, Measurements, Profile
+from autotune_offload.trials import Bench
+
+LIMIT = 1.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """One probe and the sweep after it. `sweep_seconds` holds every candidate's median, fastest first."""
+
+    path: str
+    tie: bool
+    chosen: str
+    best: str
+    chosen_seconds: float
+    best_seconds: float
+    ratio: float
+    sweep_seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        """Both candidates with their times in the sweep, and the ratio."""
+        return (
+            f"chosen: {self.chosen}, {self.chosen_seconds * 1e3:.1f} ms; best of {len(self.sweep_seconds)}: "
+            f"{self.best}, {self.best_seconds * 1e3:.1f} ms; ratio {self.ratio:.3f}"
+        )
+
+
+def sweep(profile: Profile, rounds: int) -> list[Entrant[Candidate]]:
+    """Every candidate that the limits of the profile admit, timed `rounds` times in turn."""
+    device, workload = AcceleratorDevice(), profile.workload
+    rules = PinRules(workload=workload, pin=profile.pin, limits=profile.limits)
+    admitted = [c for c in grid(device, workload, Settings()) if rules.against(c) is None]
+    entrants = [Entrant(record=c) for c in admitted]
+    with measuring(device):
+        bench = Bench(device, workload, _elements(profile, device))
+        try:
+            with Race(device, bench, entrants, deadline=math.inf) as race:
+                for _ in range(rounds):
+                    race.round()
+        finally:
+            bench.close()
+    return [e for e in entrants if e.timed]
+
+
+def _elements(profile: Profile, device: AcceleratorDevice) -> int:
+    """The sample that the probe would take with all the time in the world."""
+    measurements = Measurements(
+        transfers=profile.transfers,
+        casts=profile.casts,
+        sync=profile.sync,
+        pin=profile.pin,
+        stability=profile.stability,
+        seconds=0.0,
+    )
+    plan, cache_bytes = load_plan(profile.plan), profile.host.last_level_cache_bytes
+    return sample_elements(device, plan, measurements, profile.workload, cache_bytes, math.inf)
+
+
+def repeat(budget_seconds: float | None, rounds: int) -> Repeat:
+    """One probe, and the sweep that judges it."""
+    profile = probe(budget_seconds=budget_seconds)
+    ranked = sorted(sweep(profile, rounds), key=lambda e: e.median)
+    chosen = next(e for e in ranked if key(e.record) == key(_chosen(profile)))
+    return Repeat(
+        path=profile.choice.path,
+        tie=profile.choice.tie,
+        chosen=words(chosen.record),
+        best=words(ranked[0].record),
+        chosen_seconds=chosen.median,
+        best_seconds=ranked[0].median,
+        ratio=chosen.median / max(ranked[0].median, 1e-12),
+        sweep_seconds={words(e.record): e.median for e in ranked},
+    )
+
+
+def _chosen(profile: Profile) -> Candidate:
+    choice = profile.choice
+    return Candidate(
+        path=choice.path,
+        cast=choice.cast,
+        buffer_bytes=choice.buffer_bytes,
+        buffer_count=choice.buffer_count,
+        host_threads=choice.host_threads,
+    )
+
+
+def main() -> int:
+    """Prints every repeat and the median; 1 where that is over its limit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="everything as JSON on the last line")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="probes and sweeps (5)")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="of a probe (the standard plan's 5)")
+    parser.add_argument("--rounds", type=int, default=15, help="of the sweep (15)")
+    options = parser.parse_args()
+    if options.repeat < 1 or options.rounds < 1:
+        parser.error(f"--repeat {options.repeat}, --rounds {options.rounds}: expected at least 1")
+    repeats = []
+    for _ in range(options.repeat):
+        repeats.append(repeat(options.budget, options.rounds))
+        print(repeats[-1], flush=True)
+    ratios = [each.ratio for each in repeats]
+    median = statistics.median(ratios)
+    paths = collections.Counter(each.path + (" (a tie)" if each.tie else "") for each in repeats)
+    print(
+        f"chosen over best: median {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} repeats), "
+        f"limit {LIMIT:.2f}: {'ok' if median <= LIMIT else 'OVER'}; "
+        f"paths: {', '.join(f'{path} {count} times' for path, count in paths.most_common())}"
+    )
+    if options.json:
+        summary = {"median_ratio": median, "limit": LIMIT, "within": median <= LIMIT, "paths": dict(paths)}
+        print(json.dumps({**summary, "repeats": [asdict(each) for each in repeats]}))
+    return 0 if median <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,670 @@
+"""The decision, on scripted trials: each candidate's time is known, and the clock is the script's."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import optuna
+import pytest
+
+from autotune_offload import contest, decide, records
+from autotune_offload.candidates import PARAMETERS, grid, key, pinned_blocks
+from autotune_offload.decide import Decision
+from autotune_offload.device import Device
+from autotune_offload.ds_config import Settings
+from autotune_offload.errors import ConfigError, MeasurementError, PinError
+from autotune_offload.records import Baseline, Candidate, DeviceIdentity, Limit, Limits, Measurements, PinCost
+from tests.factories import make_workload
+from tests.test_cost_model import measurements
+
+NO_PIN = PinCost(seconds_per_gib=None, largest_bytes=0, capped=False, reason="nothing here can pin")
+ROOMY = Limits(available_bytes=1 << 40, pinnable_bytes=1 << 39)
+VERSION = (0, 19, 8)
+PLAN = records.Plan(
+    name="test",
+    budget_seconds=5,
+    measure_share=0.4,
+    smallest_bytes=4096,
+    largest_bytes=1 << 24,
+    growth=4,
+    warmup_seconds=0.0,
+    min_samples=3,
+    max_samples=10,
+    target_spread=0.03,
+    pin_cap_bytes=1 << 28,
+    trial_bytes=1 << 26,
+    finalists=3,
+)
+
+Record = Candidate | Baseline
+Script = Callable[[Record], float]
+
+
+@dataclass
+class ScriptedDevice:
+    """A clock that only the trials move."""
+
+    synchronous: bool = False
+    shares_host_memory: bool = False
+    memory_bytes: int | None = 80 << 30
+    clock: float = 100.0
+
+    @property
+    def identity(self) -> DeviceIdentity:
+        """An accelerator."""
+        return DeviceIdentity(kind="cuda", name="scripted", count=1, index=0, memory_bytes=self.memory_bytes)
+
+    def now(self) -> float:
+        """The script's time."""
+        return self.clock
+
+    def intraop_threads(self) -> int:
+        """More than one."""
+        return 4
+
+
+@dataclass
+class ScriptedPath:
+    """What a trial runs: it knows its record, and whether it was closed."""
+
+    record: Record
+    closed: bool = False
+
+    def close(self) -> None:
+        """Once."""
+        assert not self.closed, "closed twice"
+        self.closed = True
+
+
+@dataclass
+class Stage:
+    """Everything that is scripted, and what was asked of it."""
+
+    monkeypatch: pytest.MonkeyPatch
+    device: ScriptedDevice = field(default_factory=ScriptedDevice)
+    script: Script = lambda record: 1.0
+    check: Callable[[Record], None] = lambda record: None
+    pass_seconds: float = 1e-3
+    """On the clock, for a pass over the sample."""
+    jitter: tuple[float, ...] = (1.0, 1.001, 0.999)
+    paths: list[ScriptedPath] = field(default_factory=list)
+    timed: list[Record] = field(default_factory=list)
+    closed: int = 0
+    sampled: int = 0
+
+    def run(self, *, seconds: float = 5.0, **changes: Any) -> Decision:
+        """`decide` with so many seconds left."""
+        self.monkeypatch.setattr(decide, "Bench", lambda *args: _Bench(self, args[2]))
+        self.monkeypatch.setattr(contest, "_built", self._built)
+        arguments: dict[str, Any] = {
+            "measurements": fast_pinned(),
+            "workload": make_workload(),
+            "limits": ROOMY,
+            "deepspeed_version": VERSION,
+            "steer": Settings(),
+            "cache_bytes": 1 << 25,
+            "deadline": self.device.clock + seconds,
+            "progress": lambda what, done: None,
+        }
+        arguments.update(changes)
+        return decide.decide(cast(Device, self.device), PLAN, **arguments)
+
+    def _built(self, device: object, bench: object, record: Record) -> ScriptedPath:
+        self.paths.append(ScriptedPath(record))
+        return self.paths[-1]
+
+    def trials_of(self, **wanted: object) -> int:
+        """How many trials ran of candidates with these values."""
+        return sum(
+            all(getattr(record, name, None) == value for name, value in wanted.items())
+            for record in self.timed
+        )
+
+
+class _Bench:
+    dtype = largest_elements = None
+    compute_seconds = 0.05
+
+    def __init__(self, stage: Stage, elements: int) -> None:
+        self.stage = stage
+        self.jitter = itertools.cycle(stage.jitter)
+        stage.sampled = elements
+
+    def check(self, path: ScriptedPath, memory: str) -> None:
+        self.stage.device.clock += self.stage.pass_seconds
+        self.stage.check(path.record)
+
+    def time(self, path: ScriptedPath, memory: str) -> float:
+        assert not path.closed
+        self.stage.timed.append(path.record)
+        self.stage.device.clock += self.stage.pass_seconds
+        return self.stage.script(path.record) * next(self.jitter)
+
+    def close(self) -> None:
+        self.stage.closed += 1
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A scripted device and bench on which everything takes one second."""
+    return Stage(monkeypatch)
+
+
+def fast_pinned(**changes: Any) -> Measurements:
+    """Curves of a host whose page-locked memory is three times as fast."""
+    gbps = [10.0, 5.0, 30.0, 10.0, 30.0, 12.0, 6.0, 5.0, 500.0, 12.0, 6.0]
+    return replace(measurements(gbps), **changes)
+
+
+def by_path(
+    *,
+    direct: float = 1.0,
+    pinned: float = 1.0,
+    staged: float = 1.0,
+    own: float = 1.0,
+    own_pinned: float | None = None,
+) -> Script:
+    """Seconds by path; `own` is DeepSpeed's, in pageable memory and, unless given, in pinned memory too."""
+    seconds = {"direct": direct, "pinned": pinned, "staged": staged}
+    stock = {"pageable": own, "pinned": own if own_pinned is None else own_pinned}
+    return lambda record: stock[record.memory] if isinstance(record, Baseline) else seconds[record.path]
+
+
+def failing(path: str, error: BaseException) -> Callable[[Record], None]:
+    """A check in which every candidate of `path` ends in `error`."""
+
+    def check(record: Record) -> None:
+        if isinstance(record, Candidate) and record.path == path:
+            raise error
+
+    return check
+
+
+def reasons(decision: Decision) -> str:
+    """All reasons, one a line."""
+    return "\n".join(decision.choice.reasons)
+
+
+# -- who wins -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["direct", "pinned", "staged"])
+def test_the_fastest_beyond_the_noise_wins(stage: Stage, path: str) -> None:
+    """Whichever path it is, with the gain over DeepSpeed's own and the slower paths in words."""
+    stage.script = by_path(**{"own": 2.0, path: 0.5})
+    decision = stage.run()
+    choice = decision.choice
+    assert choice.path == path
+    assert choice.gain == pytest.approx(4.0, rel=0.01)
+    assert not choice.tie
+    assert choice.reasons[0].startswith(f"{path} with the cast on the ")
+    assert "adds 500 ms to a backward pass; DeepSpeed's own explicit_upcast_non_blocking" in choice.reasons[0]
+    assert "4.00x, noise 2.0%" in choice.reasons[0]
+    for other in {"direct", "pinned", "staged"} - {path}:
+        assert f"adds 1e+03 ms, {2.0:.2f} times as much" in reasons(decision).replace("1 s", "1e+03 ms"), (
+            other
+        )
+
+
+def test_the_best_buffers_of_a_path_are_found(stage: Stage) -> None:
+    """The search reaches a single fast point in the space, and the choice carries its parameters."""
+    found = ("staged", "device", 1 << 23, 3, 1)
+    stage.script = lambda record: 0.3 if isinstance(record, Candidate) and key(record) == found else 1.0
+    decision = stage.run(seconds=50.0)
+    assert tuple(getattr(decision.choice, name) for name in PARAMETERS) == found
+
+
+def test_a_near_tie_goes_to_what_pins_less(stage: Stage) -> None:
+    """1 % is never told apart: direct beats pinned and staged there, and the tie is called one."""
+    stage.script = by_path(direct=1.01, pinned=1.0, staged=1.0, own=2.0)
+    decision = stage.run()
+    assert decision.choice.path == "direct"
+    assert decision.choice.tie
+    assert "a near tie goes to what pins less, then to the smaller buffers" in reasons(decision)
+
+
+def test_a_near_tie_within_a_path_goes_to_the_smaller_buffers(stage: Stage) -> None:
+    """All rings are equally fast here."""
+    stage.script = by_path(staged=0.5)
+    decision = stage.run(steer=Settings(path="staged"))
+    timed = [c for c in decision.candidates if c.measured_seconds is not None]
+    finalists = sorted(timed, key=lambda c: -c.samples)[: PLAN.finalists]
+    smallest = min(c.buffer_bytes * c.buffer_count for c in finalists)
+    assert decision.choice.buffer_bytes * decision.choice.buffer_count == smallest
+    assert not decision.choice.tie
+
+
+def test_noise_widens_the_tie(stage: Stage) -> None:
+    """What differs by 5 % is told apart in quiet trials and not in loud ones; the noise is in the choice."""
+    stage.script = by_path(direct=1.05, pinned=1.0, staged=2.0, own=2.0)
+    assert stage.run().choice.path == "pinned"
+    stage.jitter = (1.0, 1.6, 0.7, 1.3, 0.9)
+    loud = stage.run(seconds=1.0).choice
+    assert loud.noise > 0.05
+    assert loud.path == "direct"
+
+
+def test_no_gain_beyond_the_noise_keeps_deepspeeds_own_code(stage: Stage) -> None:
+    """It is said in words."""
+    stage.script = by_path(direct=0.99, own=1.0)
+    decision = stage.run()
+    assert "no gain beyond the noise over DeepSpeed's own code, which is kept" in reasons(decision)
+    assert 1.0 <= decision.choice.gain <= 1 + decision.choice.noise
+
+
+def test_what_is_slower_than_deepspeed_says_so(stage: Stage) -> None:
+    """A gain below 1 is not called a tie with DeepSpeed's own."""
+    stage.script = by_path(own=0.5)
+    decision = stage.run()
+    assert "DeepSpeed's own code is faster, and is kept" in reasons(decision)
+    assert decision.choice.gain == pytest.approx(0.5, rel=0.01)
+
+
+def test_what_hides_behind_compute_is_all_the_same(stage: Stage) -> None:
+    """Times below a thousandth of the compute are not compared: they are its own noise."""
+    stage.script = lambda record: 1e-9 if getattr(record, "path", "") == "pinned" else 3e-5
+    decision = stage.run()
+    assert decision.choice.path == "direct"
+    assert decision.choice.gain == pytest.approx(1.0)
+
+
+# -- limits and what a user fixed -----------------------------------------------------------------
+
+
+def test_a_limit_rejects_pinned_with_its_number_and_source(stage: Stage) -> None:
+    """The fast path that does not fit memory is not tried, and both key and candidate say why."""
+    stage.script = by_path(pinned=0.1)
+    bound = Limit(name="memlock", bytes=1 << 20, source="ulimit -l", raise_by="raise it")
+    decision = stage.run(limits=Limits(available_bytes=1 << 40, pinnable_bytes=1 << 20, bounds=(bound,)))
+    pinned = [c for c in decision.candidates if c.path == "pinned"]
+    assert pinned and all("ulimit -l" in (c.rejected or "") for c in pinned)
+    assert all("of page-locked memory" in (c.rejected or "") for c in pinned)
+    assert stage.trials_of(path="pinned") == 0
+    assert stage.trials_of(memory="pinned") == 0
+    assert not decision.choice.pin_optimizer
+    sentence = next(r for r in decision.choice.reasons if r.startswith("offload_optimizer"))
+    assert "is not pinned: needs" in sentence and "ulimit -l" in sentence
+
+
+def test_a_block_that_cannot_be_pinned_rejects_pinned(stage: Stage) -> None:
+    """The largest block that was ever locked is smaller than DeepSpeed's."""
+    pin = PinCost(seconds_per_gib=0.3, largest_bytes=1 << 20, capped=False, reason="out of locked memory")
+    decision = stage.run(measurements=fast_pinned(pin=pin))
+    rejected = {c.rejected for c in decision.candidates if c.path == "pinned"}
+    assert all(
+        "the largest that could be locked here is 1,048,576 (out of locked" in str(r) for r in rejected
+    )
+    assert decision.choice.sizes.sub_group_elements == (1 << 20) // 4
+
+
+def test_where_nothing_pins_one_sentence_says_why(stage: Stage) -> None:
+    """The cause stands there once; each of the two keys has its own short sentence."""
+    stage.device = ScriptedDevice(synchronous=True, shares_host_memory=True)
+    decision = stage.run(measurements=fast_pinned(pin=NO_PIN))
+    choice = decision.choice
+    assert reasons(decision).count("nothing here can pin") == 1
+    assert (
+        "page-locked memory is not on offer here: nothing here can pin; so the paths pinned and staged were not tried"
+        in choice.reasons
+    )
+    assert "offload_optimizer is not pinned: page-locked memory is not on offer here" in choice.reasons
+    assert "offload_param is not pinned: page-locked memory is not on offer here" in choice.reasons
+    assert (choice.path, choice.pin_optimizer, choice.pin_parameters) == ("direct", False, False)
+    assert choice.unsettled_pins == ()
+    assert decision.warnings == ()
+
+
+@pytest.mark.parametrize("path", ["direct", "pinned", "staged"])
+def test_a_fixed_path_is_honoured(stage: Stage, path: Any) -> None:
+    """Even the slowest one; nothing else is tried, and the optimizer's key follows it."""
+    stage.script = by_path(**{path: 3.0})
+    decision = stage.run(steer=Settings(path=path))
+    assert decision.choice.path == path
+    assert {c.path for c in decision.candidates} == {path}
+    assert decision.choice.pin_optimizer is (path == "pinned")
+    assert f"you fixed the path {path}" in reasons(decision)
+    assert "pin_optimizer" not in decision.choice.unsettled_pins
+
+
+@pytest.mark.parametrize(("own", "memory", "path"), [(1.0, "pinned", "pinned")])
+def test_the_path_deepspeed_keeps_its_own_code(stage: Stage, own: float, memory: str, path: str) -> None:
+    """Our path that is most like it is timed beside it; the gain is that of keeping it."""
+    stage.script = by_path(pinned=0.2, own=own)
+    decision = stage.run(steer=Settings(path="deepspeed"))
+    assert decision.choice.path == path
+    assert decision.choice.gain == 1.0
+    assert "you fixed the path deepspeed, so DeepSpeed's own code is kept" in decision.choice.reasons[0]
+
+
+def test_fixed_parameters_are_honoured(stage: Stage) -> None:
+    """Buffers, threads and the place of the cast."""
+    steer = Settings(path="staged", cast="host", buffer_bytes=3 << 20, buffer_count=5, host_threads=2)
+    choice = stage.run(steer=steer).choice
+    assert tuple(getattr(choice, name) for name in PARAMETERS) == ("staged", "host", 3 << 20, 5, 2)
+
+
+@pytest.mark.parametrize("path", ["pinned", "staged"])
+def test_a_fixed_path_that_cannot_run_is_refused_in_words(stage: Stage, path: Any) -> None:
+    """The error holds what was fixed, the cause and the way out."""
+    with pytest.raises(ConfigError, match=f'path {path} cannot run here: .*nothing here can pin.*"auto"'):
+        stage.run(measurements=fast_pinned(pin=NO_PIN), steer=Settings(path=path))
+    assert stage.closed == 1
+
+
+def test_a_ring_beyond_the_limit_is_refused_in_words(stage: Stage) -> None:
+    """A user's own buffers count against what may be locked."""
+    with pytest.raises(ConfigError, match=r"path staged, buffer_bytes 1073741824.*needs .* of page-locked"):
+        stage.run(
+            limits=Limits(available_bytes=1 << 40, pinnable_bytes=1 << 30),
+            steer=Settings(path="staged", buffer_bytes=1 << 30),
+        )
+
+
+def test_buffers_without_room_for_an_element_are_refused(stage: Stage) -> None:
+    """3 bytes hold no fp32 value."""
+    with pytest.raises(ConfigError, match="buffer_bytes is 3; expected at least 4"):
+        stage.run(steer=Settings(buffer_bytes=3))
+
+
+# -- the two keys ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "own_pinned", "pinned", "unsettled"),
+    [(1.0, 0.5, True, False), (0.5, 1.0, False, False), (1.0, 1.005, False, True), (1.005, 1.0, False, True)],
+)
+def test_the_optimizers_key_follows_deepspeeds_own_two_times(
+    stage: Stage, own: float, own_pinned: float, pinned: bool, unsettled: bool
+) -> None:
+    """Not ours: DeepSpeed's code carries the gradients. What measured the same is unsettled."""
+    stage.script = by_path(pinned=0.2, staged=0.2, direct=0.2, own=own, own_pinned=own_pinned)
+    choice = stage.run().choice
+    assert choice.pin_optimizer is pinned
+    assert ("pin_optimizer" in choice.unsettled_pins) is unsettled
+    sentence = next(r for r in choice.reasons if r.startswith("offload_optimizer"))
+    assert ("within the noise" in sentence) is unsettled
+
+
+def test_the_parameters_key_follows_the_h2d_curves(stage: Stage) -> None:
+    """Faster from pinned memory: on; the same: off and unsettled."""
+    assert stage.run().choice.pin_parameters
+    equal = stage.run(measurements=measurements([10.0] * 11)).choice
+    assert not equal.pin_parameters
+    assert "pin_parameters" in equal.unsettled_pins
+    assert next(r for r in equal.reasons if r.startswith("offload_param")).count("within the noise") == 1
+
+
+def test_parameters_must_fit_beside_the_optimizers_blocks(stage: Stage) -> None:
+    """Both keys lock memory at once."""
+    workload = make_workload()
+    room = sum(1 << (size - 1).bit_length() for size in pinned_blocks(workload)) + 1024
+    limits = Limits(available_bytes=1 << 40, pinnable_bytes=room)
+    stage.script = by_path(own=1.0, own_pinned=0.5)
+    both = stage.run(limits=limits).choice
+    assert both.pin_optimizer and not both.pin_parameters
+    assert not both.unsettled_pins
+    stage.script = by_path(own=0.5, own_pinned=1.0)
+    assert stage.run(limits=limits).choice.pin_parameters
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MeasurementError("3 of 9 gradients arrived with wrong bits"),
+        PinError("page-locking 4,096 bytes failed"),
+        RuntimeError("CUDA out of memory"),
+        MemoryError(),
+    ],
+)
+def test_a_path_that_fails_is_put_aside_with_the_reason(stage: Stage, error: Exception) -> None:
+    """The others go on, every candidate of it says what happened, and nothing stays open."""
+    stage.script = by_path(pinned=0.1, direct=0.5, own=2.0)
+    stage.check = failing("pinned", error)
+    decision = stage.run(seconds=20.0)
+    assert decision.choice.path == "direct"
+    tried = [
+        c for c in decision.candidates if c.path == "pinned" and "failed in a trial" in (c.rejected or "")
+    ]
+    assert tried and all(str(error) in str(c.rejected) for c in tried)
+    assert all(c.measured_seconds is None for c in tried)
+    assert "pinned was put aside: failed in a trial: " in reasons(decision)
+    assert all(path.closed for path in stage.paths)
+    assert stage.closed == 1
+
+
+def test_a_path_that_fails_late_is_not_chosen(stage: Stage) -> None:
+    """It won the search and then failed in the final rounds."""
+    runs = itertools.count()
+
+    def script(record: Record) -> float:
+        if isinstance(record, Candidate) and record.path == "pinned":
+            if next(runs) > 30:
+                raise RuntimeError("the device was lost")
+            return 0.1
+        return 1.0
+
+    stage.script = script
+    decision = stage.run()
+    assert decision.choice.path != "pinned"
+    assert any("the device was lost" in (c.rejected or "") for c in decision.candidates)
+    assert all(path.closed for path in stage.paths)
+
+
+def test_deepspeeds_own_failing_ends_nothing(stage: Stage) -> None:
+    """There is nothing to compare with then, which is said; the failure is a warning."""
+
+    def check(record: Record) -> None:
+        if isinstance(record, Baseline):
+            raise RuntimeError("CUDA out of memory")
+
+    stage.check = check
+    decision = stage.run()
+    assert decision.choice.gain == 1.0
+    assert "so nothing is compared with it" in decision.choice.reasons[0]
+    assert "CUDA out of memory" in decision.warnings[0]
+    assert not decision.choice.pin_optimizer
+
+
+def test_an_older_sequence_failing_is_a_warning(stage: Stage) -> None:
+    """The comparison with the installed one stands."""
+
+    def check(record: Record) -> None:
+        if getattr(record, "name", "") == "bounce_buffer":
+            raise PinError("no bounce buffer")
+
+    stage.check = check
+    decision = stage.run()
+    assert decision.choice.gain == pytest.approx(1.0, rel=0.01)
+    assert "nothing is compared" not in reasons(decision)
+    assert any("bounce_buffer" in warning and "no bounce buffer" in warning for warning in decision.warnings)
+
+
+def test_nothing_that_works_is_an_error_with_all_the_reasons(stage: Stage) -> None:
+    """And the bench is closed."""
+
+    def check(record: Record) -> None:
+        raise MeasurementError("wrong bits")
+
+    stage.check = check
+    with pytest.raises(MeasurementError, match=r"not one gradient path could be timed: .*wrong bits"):
+        stage.run()
+    assert stage.closed == 1 and all(path.closed for path in stage.paths)
+
+
+def test_an_interrupt_closes_everything_and_goes_on(stage: Stage) -> None:
+    """It is not a failure of a path."""
+    stage.check = failing("staged", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        stage.run(seconds=50.0)
+    assert stage.closed == 1 and all(path.closed for path in stage.paths)
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.3, 5.0])
+def test_every_candidate_is_reported_once_with_a_time_or_a_reason(stage: Stage, seconds: float) -> None:
+    """However short the time: none is lost, none is there twice, none stays without a word."""
+    decision = stage.run(seconds=seconds)
+    keys = [key(c) for c in decision.candidates]
+    assert len(keys) == len(set(keys))
+    assert len(keys) == len(list(grid(cast(Device, stage.device), make_workload(), Settings())))
+    for candidate in decision.candidates:
+        assert (candidate.measured_seconds is None) is (candidate.rejected is not None)
+        assert candidate.predicted_seconds is not None
+    if seconds < 0.1:
+        assert any(c.rejected == "not tried: out of time" for c in decision.candidates)
+
+
+@pytest.mark.parametrize("pass_seconds", [1e-4, 1e-2, 0.5, 3.0])
+def test_the_deadline_holds_however_slow_a_trial_is(stage: Stage, pass_seconds: float) -> None:
+    """It may be overrun by one pass; if it is too short for anything, by the four passes of the opening."""
+    stage.pass_seconds = pass_seconds
+    before = stage.device.clock
+    stage.run(seconds=2.0)
+    assert stage.device.clock - before <= max(2.0, 4 * pass_seconds) + pass_seconds
+
+
+def test_the_sample_shrinks_with_the_time(stage: Stage) -> None:
+    """A short budget still gets its rounds: it times fewer of the partitions."""
+    workload = make_workload(partitions=((1 << 26, 16),), parameters=((1 << 26, 16),))
+    stage.run(seconds=1e3, workload=workload)
+    assert stage.sampled == PLAN.trial_bytes // 4
+    stage.run(seconds=0.5, workload=workload)
+    assert (1 << 18) <= stage.sampled < PLAN.trial_bytes // 4
+
+
+def test_progress_rises_within_the_trials(stage: Stage) -> None:
+    """Fractions of the trials' own time, never falling."""
+    seen: list[float] = []
+    stage.run(progress=lambda what, done: seen.append(done))
+    assert seen == sorted(seen) and seen[0] == 0.0 and 0.4 < seen[-1] < 1.0
+
+
+# -- the search -----------------------------------------------------------------------------------
+
+
+def test_the_search_starts_with_the_best_of_every_path_and_cast(stage: Stage) -> None:
+    """And with DeepSpeed's own way in our terms: they are timed before anything else of their kind."""
+    stage.run()
+    ours = [record for record in stage.timed if isinstance(record, Candidate)]
+    order = list(dict.fromkeys((record.path, record.cast) for record in ours))
+    distinct = list(dict.fromkeys(key(record) for record in ours))[:7]
+    assert len(order) == 6
+    assert {(path, cast_) for path, cast_, *_ in distinct} == set(order)
+
+
+def test_a_slow_candidate_is_stopped_after_the_first_round(stage: Stage) -> None:
+    """Pruning spares the rounds of what is clearly behind once some are known."""
+    stage.script = lambda record: 5.0 if getattr(record, "buffer_count", 0) == 4 else 1.0
+    decision = stage.run(seconds=50.0)
+    slow = [c for c in decision.candidates if c.buffer_count == 4 and c.measured_seconds is not None]
+    assert slow and sum(c.samples == 1 for c in slow) > len(slow) / 2
+
+
+def test_the_same_trials_give_the_same_search(stage: Stage) -> None:
+    """The sampler is seeded."""
+    stage.run()
+    first, stage.timed = stage.timed, []
+    stage.device.clock = 100.0
+    stage.run()
+    assert stage.timed == first
+
+
+def test_optuna_is_silent_and_its_verbosity_is_put_back(
+    stage: Stage, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is printed, and the process's level is as it was, after a failure too."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.DEBUG)
+    try:
+        with caplog.at_level(logging.DEBUG):
+            stage.run()
+        assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
+        stage.check = failing("staged", KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            stage.run(seconds=50.0)
+        assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
+    finally:
+        optuna.logging.set_verbosity(before)
+    assert capfd.readouterr() == ("", "")
+
+
+# -- candidates -----------------------------------------------------------------------------------
+
+
+def test_float32_gradients_are_cast_nowhere(stage: Stage) -> None:
+    """There is one place of the cast then, whatever is fixed."""
+    workload = make_workload(dtype="float32")
+    for steer in (Settings(), Settings(cast="device")):
+        assert {c.cast for c in grid(cast(Device, stage.device), workload, steer)} == {"host"}
+
+
+def test_buffers_are_no_larger_than_the_largest_partition_needs(stage: Stage) -> None:
+    """A piece larger than the partition differs in nothing but memory."""
+    workload = make_workload(partitions=((100_000, 4),))
+    sizes = {c.buffer_bytes for c in grid(cast(Device, stage.device), workload, Settings())}
+    assert sizes == {1 << 18, 1 << 19}
+
+
+def test_what_is_predicted_far_behind_is_not_tried_but_for_the_best_of_its_kind(stage: Stage) -> None:
+    """The reason says how far; a wrong model loses no path."""
+    slow_link = measurements([0.1, 0.1, 30.0, 10.0, 30.0, 12.0, 6.0, 5.0, 500.0, 12.0, 6.0])
+    decision = stage.run(measurements=slow_link, seconds=50.0)
+    direct = [c for c in decision.candidates if c.path == "direct"]
+    assert any(c.measured_seconds is not None for c in direct)
+    assert any("times as long as the best" in (c.rejected or "") for c in direct)
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 1, 1 << 20, 16 << 30, 192 << 30])
+@pytest.mark.parametrize("elements", [1, 10_000, 1 << 33])
+@pytest.mark.parametrize("world_size", [1, 64])
+def test_sizes_are_bounded_by_device_memory(
+    stage: Stage, memory_bytes: int | None, elements: int, world_size: int
+) -> None:
+    """Plain ints from 1, none over its share of the device's memory, a reason for each."""
+    stage.device.memory_bytes = memory_bytes
+    workload = make_workload(
+        partitions=((elements, 2),), parameters=((elements * world_size, 2),), world_size=world_size
+    )
+    sizes = stage.run(workload=workload, limits=ROOMY).choice.sizes
+    assert sizes.sub_group_elements is None
+    room = max((memory_bytes or 8 << 30) * 0.02 / 2, 1)
+    for name in ("reduce_bucket_elements", "prefetch_bucket_elements", "persistence_threshold_elements"):
+        value = getattr(sizes, name)
+        assert type(value) is int and 1 <= value <= room
+        assert sizes.reasons[name].startswith(f"{value:,} elements: ")
+    assert "own value stays" in sizes.reasons["sub_group_elements"]
+
+
+def test_sizes_follow_the_link(stage: Stage) -> None:
+    """A longer latency asks for larger buckets, so that it is hidden."""
+
+    def sizes(latency: float) -> records.ZeroSizes:
+        slow = measurements([10.0] * 11, latency=latency)
+        return stage.run(measurements=slow).choice.sizes
+
+    short, long = sizes(1e-6), sizes(1e-3)
+    assert (long.reduce_bucket_elements or 0) > (short.reduce_bucket_elements or math.inf) / 1.01
+    assert (long.prefetch_bucket_elements or 0) > (short.prefetch_bucket_elements or math.inf) / 1.01
+    assert (long.persistence_threshold_elements or 0) > (short.persistence_threshold_elements or math.inf)
+
+
+def test_a_synchronous_device_keeps_deepspeeds_sizes(stage: Stage) -> None:
+    """Nothing overlaps there, and each size says so."""
+    stage.device = ScriptedDevice(synchronous=True, shares_host_memory=True)
+    sizes = stage.run(measurements=fast_pinned(pin=NO_PIN)).choice.sizes
+    assert sizes == records.ZeroSizes(reasons=sizes.reasons)
+    assert len(sizes.reasons) == 4
+    assert "nothing overlaps, so DeepSpeed's own value stays" in sizes.reasons["reduce_bucket_elements"]

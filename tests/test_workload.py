@@ -1,0 +1,178 @@
+"""What a training step moves, from a module, a Hugging Face config.json or a count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune_offload import workload
+from autotune_offload.errors import ConfigError
+from tests.factories import make_workload
+
+CONFIGS = Path(__file__).parent / "data" / "hf_configs"
+
+PUBLISHED = {
+    "llama2_7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "mistral_7b": 7_241_732_096,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen1_5_moe_a2_7b": 14_315_784_192,
+    "gpt2": 124_439_808,
+    "gemma_2b": 2_506_172_416,
+}
+"""Parameters of the published weights, tied ones counted once."""
+
+
+class Partitioned(torch.nn.Module):
+    """A module as zero.Init leaves it: emptied parameters, the full size in ds_numel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+        self.weight.ds_numel = 1000
+
+
+def test_module_gives_each_rank_its_share_rounded_up() -> None:
+    """Every parameter is split by itself, and the last rank's padding counts."""
+    found = workload.from_module(torch.nn.Linear(10, 7), world_size=4, accumulation_steps=2)
+    assert found.partitions == ((18, 1), (2, 1))
+    assert found.parameters == ((70, 1), (7, 1))
+    assert (found.dtype, found.world_size, found.accumulation_steps) == ("float32", 4, 2)
+    assert found.source == "module Linear"
+
+
+def test_frozen_parameters_are_fetched_but_have_no_gradients() -> None:
+    """They count among the parameters and not among the partitions, and give no dtype."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False).half(), torch.nn.Linear(4, 4, bias=False))
+    model[0].requires_grad_(False)
+    found = workload.from_module(model)
+    assert found.partitions == ((16, 1),)
+    assert found.parameters == ((64, 1), (16, 1))
+    assert found.dtype == "float32"
+
+
+def test_tied_parameters_count_once() -> None:
+    """A weight that two layers share is offloaded once."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    assert workload.from_module(model).partitions == ((64, 1),)
+
+
+def test_parameters_of_zero_init_count_in_full() -> None:
+    """Their tensors are empty; ds_numel holds the size."""
+    found = workload.from_module(Partitioned(), world_size=2)
+    assert found.parameters == ((1000, 1),)
+    assert found.partitions == ((500, 1),)
+    assert found.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("model", [torch.nn.ReLU(), torch.nn.Linear(2, 2).requires_grad_(False)])
+def test_a_module_without_gradients_is_refused(model: torch.nn.Module) -> None:
+    """The error names the module's class."""
+    with pytest.raises(ConfigError, match=f"{type(model).__name__} has no trainable parameters"):
+        workload.from_module(model)
+
+
+def test_a_dtype_that_is_not_offloaded_is_refused() -> None:
+    """The error says which are."""
+    with pytest.raises(ConfigError, match='"float64" are not offloaded; expected one of bfloat16, float16'):
+        workload.from_module(torch.nn.Linear(2, 2).double())
+
+
+@pytest.mark.parametrize("changes", [{"world_size": 0}, {"accumulation_steps": 0}])
+def test_fewer_than_one_rank_or_step_is_refused(changes: dict[str, int]) -> None:
+    """Both must be at least 1."""
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        workload.from_parameter_count(10**6, **changes)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_hf_config_gives_the_published_parameter_count(name: str) -> None:
+    """Exactly: every matrix, norm and bias of the architecture is there."""
+    found = workload.from_hf_config(CONFIGS / f"{name}.json")
+    assert found.parameter_elements == PUBLISHED[name]
+    assert found.elements == found.parameter_elements
+
+
+def test_hf_config_is_found_in_its_folder(tmp_path: Path) -> None:
+    """A folder stands for the config.json in it."""
+    (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
+    found = workload.from_hf_config(tmp_path, world_size=8, dtype="float16")
+    assert found.source == "config.json (gpt2)"
+    assert found.partitions[0] == (50257 * 768 // 8, 1)
+
+
+def test_the_text_model_of_a_multimodal_config_counts(tmp_path: Path) -> None:
+    """text_config holds its sizes."""
+    text = json.loads((CONFIGS / "gemma_2b.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "paligemma", "vision_config": {}, "text_config": text}))
+    assert workload.from_hf_config(file).parameter_elements == PUBLISHED["gemma_2b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "holds list, expected a JSON object"),
+        ("{", "is not a readable JSON file"),
+        ('{"hidden_size": 64, "vocab_size": 100}', "num_hidden_layers or n_layer .*give the model's size"),
+        ('{"hidden_size": true, "n_layer": 2, "n_head": 2, "vocab_size": 9}', "no positive .* hidden_size"),
+        ('{"kv_lora_rank": 512, "hidden_size": 64}', "latent attention.*--params"),
+        ((CONFIGS / "t5_small.json").read_text(), "an encoder-decoder.*--params"),
+    ],
+)
+def test_a_config_that_says_too_little_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    """The error names what is missing, and the way out."""
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        workload.from_hf_config(file)
+
+
+def test_a_missing_config_is_refused(tmp_path: Path) -> None:
+    """The error says where it looked."""
+    with pytest.raises(ConfigError, match=r'no such file ".*absent"'):
+        workload.from_hf_config(tmp_path / "absent")
+
+
+@given(st.floats(5, 12).map(lambda power: int(10**power)))
+def test_a_count_is_met_within_the_promised_band(count: int) -> None:
+    """Within 15 % of what was asked for, from 1e5 to 1e12."""
+    found = workload.from_parameter_count(max(count, 100_000))
+    assert abs(found.parameter_elements / max(count, 100_000) - 1) <= 0.15
+
+
+def test_too_small_a_count_is_refused() -> None:
+    """No decoder is that small."""
+    with pytest.raises(ConfigError, match=r"99,999 parameters are too few.*at least 100,000"):
+        workload.from_parameter_count(99_999)
+
+
+def test_middle_is_the_size_that_half_of_all_elements_lie_in_or_above() -> None:
+    """Many small parameters do not hide the few that hold the elements."""
+    assert workload.middle_elements([(100, 1), (60, 1), (1, 30)]) == 100
+    assert workload.middle_elements([(100, 1), (60, 2), (1, 30)]) == 60
+    with pytest.raises(ValueError, match="no sizes"):
+        workload.middle_elements([])
+
+
+def test_class_is_stable_where_only_words_differ() -> None:
+    """Source and accumulation steps do not change what is chosen; a few elements do not either."""
+    one = make_workload()
+    same = make_workload(source="elsewhere", accumulation_steps=4, partitions=(*one.partitions, (1, 3)))
+    assert workload.workload_class(one) == workload.workload_class(same)
+    assert workload.workload_class(one) == "bfloat16 world=8 total=2^24 partition=2^18"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "float16"}, {"world_size": 4}, {"partitions": ((1 << 22, 4),)}, {"partitions": ((8, 9),)}],
+)
+def test_class_tells_apart_what_may_need_another_choice(changes: dict[str, object]) -> None:
+    """Dtype, ranks, amount and size of the partitions."""
+    assert workload.workload_class(make_workload(**changes)) != workload.workload_class(make_workload())
