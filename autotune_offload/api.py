@@ -10,6 +10,7 @@ import copy
 import inspect
 import logging
 import os
+import statistics
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any
 
 from autotune_offload import ds_config, zero3
 from autotune_offload import workload as workloads
+from autotune_offload.attach import Status, attach
 from autotune_offload.device import AcceleratorDevice
 from autotune_offload.errors import AutotuneError, ProfileError
 from autotune_offload.probing import lookup, probe
@@ -41,8 +43,10 @@ class Report:
     notices: tuple[str, ...] = ()
     source: str = ""
     """Where the profile comes from: measured now, or a file."""
+    path: Status | None = None
+    """What the attached path has done; None where nothing was to be attached."""
     pinned_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What DeepSpeed really page-locked for this engine, by buffer."""
+    """What is really page-locked for this engine, by buffer."""
 
     def text(self) -> str:
         """The report in plain lines: choice, reasons, changed keys, notices."""
@@ -53,8 +57,25 @@ class Report:
             return ["autotune-offload: the configuration is unchanged"]
         choice = self.profile.choice
         words = f"path {choice.path}, cast on the {choice.cast}"
-        lines = [f"autotune-offload: {words} ({self.source})", "why:"]
+        lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self._carrier()}", "why:"]
         return lines + [f"  - {reason}" for reason in choice.reasons]
+
+    def _carrier(self) -> str:
+        """By whom gradients are moved, and what is known of it so far."""
+        if self.path is None:
+            return "by DeepSpeed's own code, with the keys below"
+        if self.path.why_not is not None:
+            return f"by DeepSpeed's own code, with the keys below: {self.path.why_not}"
+        words = "in the running optimizer"
+        if self.path.check is not None:
+            words += f"; {self.path.check.partitions} partitions equal DeepSpeed's own to the last bit"
+        if self.path.backward_seconds:
+            median = statistics.median(self.path.backward_seconds)
+            words += f"; {median * 1e3:.3g} ms of host time in a backward pass"
+        if self.path.stock_link_bytes:
+            share = self.path.link_bytes / self.path.stock_link_bytes
+            words += f"; {share:.0%} of the bytes that DeepSpeed would move over the link"
+        return words
 
     def _change_lines(self) -> list[str]:
         if not self.changes:
@@ -68,7 +89,7 @@ class Report:
             f"  {name}: {count:,} bytes page-locked" for name, count in self.pinned_bytes.items() if count
         ]
         notes = [f"  - {notice}" for notice in self.notices]
-        return ["page-locked by DeepSpeed:", *pinned] * bool(pinned) + ["notes:", *notes] * bool(notes)
+        return ["page-locked:", *pinned] * bool(pinned) + ["notes:", *notes] * bool(notes)
 
 
 def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **kwargs: Any) -> Any:
@@ -89,14 +110,13 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
     given = _configuration(call)
     if given is None:
         return deepspeed.initialize(*args, **kwargs)
-    tuned, report_ = _tuned(given, call.get("model"), autotune)
-    if tuned is not None:
-        _hand_over(call, tuned)
-        # positional names of other versions come back as keywords, which deepspeed takes as well
-        result = deepspeed.initialize(**call)
-    else:
+    decided = _decided_or_not(given, call.get("model"), autotune, attaches=True)
+    if decided.config is None:
         result = deepspeed.initialize(*args, **kwargs)
-    _remember(result[0], report_)
+    else:
+        _hand_over(call, decided.config)
+        result = deepspeed.initialize(**call)
+    _reports[result[0]] = _carried_out(result[0], decided)
     return result
 
 
@@ -109,6 +129,9 @@ def tune_config(
 ) -> dict[str, Any]:
     """A configuration with the offload keys chosen for this machine, before anything is initialized.
 
+    For whoever calls `deepspeed.initialize` itself: its own code then carries the gradients, and its own
+    measured times decide about pinning.
+
     Args:
         config: every form that `deepspeed.initialize` takes, and `pathlib.Path`. Not changed.
         model: the module that will be trained, for its real partition sizes.
@@ -120,10 +143,10 @@ def tune_config(
         ConfigError: the configuration cannot be read.
     """
     given = ds_config.read(config)
-    tuned, report_ = _tuned(given, model, autotune, workload)
-    for notice in report_.notices:
+    decided = _decided_or_not(given, model, autotune, workload, attaches=False)
+    for notice in decided.report.notices:
         _log.info("%s", notice)
-    return given if tuned is None else tuned
+    return given if decided.config is None else decided.config
 
 
 def load_profile(path: str | Path | None = None) -> Profile:
@@ -152,39 +175,74 @@ def report(engine: Any) -> Report:
 # -- one decision ---------------------------------------------------------------------------------
 
 
-def _tuned(
-    given: object, model: Any, autotune: Mapping[str, Any] | bool | None, workload: Workload | None = None
-) -> tuple[dict[str, Any] | None, Report]:
-    """The tuned configuration, or None where the user's own is to be used; and the report."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decided:
+    """A tuned configuration, or None where the user's own is to be used, and how it came about."""
+
+    config: dict[str, Any] | None
+    report: Report
+    carry_path: bool = False
+    strict: bool = False
+
+
+def _decided_or_not(
+    given: object,
+    model: Any,
+    autotune: Mapping[str, Any] | bool | None,
+    workload: Workload | None = None,
+    *,
+    attaches: bool,
+) -> _Decided:
+    """Decide; whatever fails in that leaves the user's configuration as it is."""
     strict = isinstance(autotune, Mapping) and bool(autotune.get("strict"))
     try:
         config = ds_config.read(given)
         block = config.get(ds_config.BLOCK)
         strict = strict or (isinstance(block, Mapping) and block.get("strict") is True)
-        return _decided(config, model, autotune, workload)
+        return _decided(config, model, autotune, workload, attaches=attaches)
     except Exception as error:  # fail open: whatever it is, the user's run starts
         if strict:
             raise
-        cause = str(error) if isinstance(error, AutotuneError) else f"{type(error).__name__}: {error}"
-        notice = f"not tuned, the run goes on with your own configuration: {cause}"
-        if _rank() == 0:
-            _log.warning("autotune-offload: %s", notice, exc_info=not isinstance(error, AutotuneError))
-        return None, Report(profile=None, notices=(notice,))
+        notice = f"not tuned, the run goes on with your own configuration: {_cause(error)}"
+        _warn_once(notice, error)
+        return _Decided(config=None, report=Report(profile=None, notices=(notice,)))
+
+
+def _cause(error: Exception) -> str:
+    return str(error) if isinstance(error, AutotuneError) else f"{type(error).__name__}: {error}"
+
+
+def _warn_once(notice: str, error: Exception) -> None:
+    """On one rank; with a traceback only where the failure was not foreseen."""
+    if _rank() == 0:
+        _log.warning("autotune-offload: %s", notice, exc_info=not isinstance(error, AutotuneError))
 
 
 def _decided(
-    config: dict[str, Any], model: Any, autotune: Mapping[str, Any] | bool | None, workload: Workload | None
-) -> tuple[dict[str, Any] | None, Report]:
+    config: dict[str, Any],
+    model: Any,
+    autotune: Mapping[str, Any] | bool | None,
+    workload: Workload | None,
+    *,
+    attaches: bool,
+) -> _Decided:
     settings = ds_config.settings(_with_overrides(config, autotune))
     why_not = _why_not(config, settings, autotune)
     if why_not is not None:
-        return None, Report(profile=None, notices=(why_not,))
+        return _Decided(config=None, report=Report(profile=None, notices=(why_not,)))
     if workload is None and model is not None:
         workload = workloads.from_module(
             model, accumulation_steps=_accumulation(config), dtype=_dtype(config)
         )
     profile, source, notices = _profile(workload, settings)
-    tuned = zero3.tune(config, profile.choice, version=profile.software.deepspeed, keep=settings.keep)
+    carry_path = attaches and settings.path != "deepspeed" and profile.choice.beats_deepspeed
+    tuned = zero3.tune(
+        config,
+        profile.choice,
+        version=profile.software.deepspeed,
+        keep=settings.keep,
+        carried=carry_path,
+    )
     for change in tuned.changes:
         _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
     report_ = Report(
@@ -193,7 +251,25 @@ def _decided(
         notices=(*notices, *tuned.notices, *profile.warnings),
         source=source,
     )
-    return tuned.config, report_
+    return _Decided(config=tuned.config, report=report_, carry_path=carry_path, strict=settings.strict)
+
+
+def _carried_out(engine: Any, decided: _Decided) -> Report:
+    """Put the chosen path into the engine, where there is one to be put; the report with its status."""
+    if not decided.carry_path or decided.report.profile is None:
+        return decided.report
+    choice = decided.report.profile.choice
+    try:
+        if choice.path == "pinned" and not engine.optimizer.offload_optimizer_pin_memory:
+            status = Status(why_not="offload_optimizer.pin_memory stays false, as you wrote it")
+        else:
+            status = attach(engine, choice)
+    except Exception as error:  # fail open
+        if decided.strict:
+            raise
+        _warn_once(f"the {choice.path} path was not attached: {_cause(error)}", error)
+        status = Status(why_not=_cause(error))
+    return replace(decided.report, path=status)
 
 
 def _why_not(
@@ -290,10 +366,6 @@ def _hand_over(call: dict[str, Any], tuned: dict[str, Any]) -> None:
         call["args"].deepspeed_config = None
     call["config"] = tuned
     call.pop("config_params", None)
-
-
-def _remember(engine: Any, report_: Report) -> None:
-    _reports[engine] = report_
 
 
 def _really_pinned(engine: Any) -> dict[str, int]:

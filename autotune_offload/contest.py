@@ -211,12 +211,12 @@ class Search:
                 pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=0),
             )
             for start in starts:
-                _enqueue(study, start)
+                study.enqueue_trial(_asked(start), skip_if_exists=True)
             values = {name: sorted({getattr(e.record, name) for e in self.entrants}) for name in PARAMETERS}
             idle = 0
             while not self._done():
-                if idle == _IDLE_ASKS:  # Optuna comes back to what it knows: name what nobody tried yet
-                    _enqueue(study, min(self._left(), key=lambda e: predicted(e.record)).record)
+                if idle >= _IDLE_ASKS:  # Optuna comes back to what it knows: name what nobody tried yet
+                    study.enqueue_trial(_asked(min(self._left(), key=lambda e: predicted(e.record)).record))
                 trial = study.ask()
                 asked = {name: trial.suggest_categorical(name, options) for name, options in values.items()}
                 entrant = self.find(asked)
@@ -278,8 +278,8 @@ class Search:
         return self._reference
 
 
-def _enqueue(study: Any, candidate: Candidate) -> None:
-    study.enqueue_trial(dict(zip(PARAMETERS, key(candidate), strict=True)), skip_if_exists=True)
+def _asked(candidate: Candidate) -> dict[str, Any]:
+    return dict(zip(PARAMETERS, key(candidate), strict=True))
 
 
 @contextlib.contextmanager

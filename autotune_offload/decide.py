@@ -116,8 +116,8 @@ def sample_elements(
     wanted = max(plan.trial_bytes, 2 * cache_bytes) // 4
     whole = cost_model(device, measurements, workload).path_seconds("direct", "host", 1 << 20, 1, 0)
     seconds = max(deadline - device.now(), 0.0) / _LEAST_PASSES
-    affordable = int(workload.elements * seconds / max(whole, 1e-12))
-    return max(min(wanted, affordable), _LEAST_ELEMENTS)
+    affordable = workload.elements * seconds / max(whole, 1e-12)
+    return max(int(min(wanted, affordable)), _LEAST_ELEMENTS)
 
 
 def _baselines(model: CostModel, rules: PinRules, stock: StockSequence) -> list[Entrant[Baseline]]:

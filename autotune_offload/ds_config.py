@@ -212,8 +212,10 @@ class Settings:
     @property
     def steers_the_choice(self) -> bool:
         """Whether anything that a stored choice depends on is fixed here."""
-        fixed = (self.path, self.cast, self.buffer_bytes, self.buffer_count, self.host_threads)
-        return any(value != "auto" for value in (*fixed, self.max_pinned_bytes))
+        if self.path not in ("auto", "deepspeed"):
+            return True
+        fixed = (self.cast, self.buffer_bytes, self.buffer_count, self.host_threads, self.max_pinned_bytes)
+        return any(value != "auto" for value in fixed)
 
 
 def settings(config: Mapping[str, Any]) -> Settings:

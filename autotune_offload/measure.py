@@ -117,8 +117,10 @@ def measure(
     started = device.now()
     seconds = plan.budget_seconds * plan.measure_share
     check_synchronize(device)
-    pin_bytes = min(plan.pin_cap_bytes, pinnable_bytes)
-    pin = pin_cost(device, pin_bytes, _why_not_pinned(device, pin_bytes), started + seconds * _PIN_SHARE)
+    # half of the memory, since pin_memory copies: there are two blocks for a moment
+    pin_bytes = min(plan.pin_cap_bytes, pinnable_bytes, memory_bytes // 2)
+    why_not_pinned = _why_not_pinned(device, pin_bytes)
+    pin = pin_cost(device, pin_bytes, why_not_pinned, device.now() + seconds * _PIN_SHARE)
     with _arenas(device, plan, seconds, cache_bytes, memory_bytes, pin.largest_bytes) as arenas:
         session = _Session(device, plan, arenas, started + seconds, dtype, progress or _silent)
         transfers = session.transfers()

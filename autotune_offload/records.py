@@ -317,6 +317,13 @@ class Choice:
     reasons: tuple[str, ...]
     unsettled_pins: tuple[str, ...] = ()
     """Those of the two pin fields whose other value measured the same within the noise: a user's own stays."""
+    pin_optimizer_alone: bool = False
+    """`pin_optimizer` where DeepSpeed's own code carries the gradients, by its own two measured times."""
+
+    @property
+    def beats_deepspeed(self) -> bool:
+        """Whether the path is faster than DeepSpeed's own code beyond the noise; else that code stays."""
+        return self.gain > 1 + self.noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

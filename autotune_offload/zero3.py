@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from packaging.version import InvalidVersion, Version
@@ -168,6 +168,7 @@ def tune(
     version: str,
     keep: Collection[str] = (),
     fill_auto: bool = True,
+    carried: bool = True,
 ) -> Tuned:
     """`config` with the ZeRO keys that follow from `choice`.
 
@@ -181,6 +182,8 @@ def tune(
         keep: Dotted keys that stay as they are, whole (``zero_optimization.sub_group_size``) or relative
             to ``zero_optimization``; the name of a section stands for all in it.
         fill_auto: False leaves a size that is "auto" to somebody else, such as the Hugging Face Trainer.
+        carried: False where DeepSpeed's own code will carry the gradients, as it does below stage 3 in
+            any case: then its own measured times decide about ``offload_optimizer.pin_memory``.
 
     Raises:
         ConfigError: if `version` is not a version.
@@ -190,13 +193,16 @@ def tune(
     notices = list(_misplaced(tuned))
     if not isinstance(zero, dict):
         return Tuned(config=tuned, changes=(), notices=(*notices, f"no {ZERO} section: nothing was tuned"))
+    stage = _stage(zero)
+    if not carried or stage < 3:
+        choice = replace(choice, pin_optimizer=choice.pin_optimizer_alone)
     work = _Tuning(
         zero=zero,
         choice=choice,
         version=parse_version(version),
         keep=_relative(keep),
         fill_auto=fill_auto,
-        stage=_stage(zero),
+        stage=stage,
     )
     work.run()
     notices += [*work.notices, *_refused(zero), *_unknown(zero), *_unused(work.keep)]
@@ -231,7 +237,10 @@ def nested(changes: Iterable[Change]) -> dict[str, Any]:
 def written_keys(choice: Choice, version: str) -> dict[str, Any]:
     """The contents of ``zero_optimization`` that `choice` writes where both offloads are on the CPU."""
     both: dict[str, Any] = {"stage": 3, **{section: {"device": "cpu"} for section in SECTION_STAGES}}
-    return cast("dict[str, Any]", nested(tune({ZERO: both}, choice, version=version).changes)[ZERO])
+    return cast(
+        "dict[str, Any]",
+        nested(tune({ZERO: both}, choice, version=version, carried=choice.beats_deepspeed).changes)[ZERO],
+    )
 
 
 @dataclass(slots=True, kw_only=True)

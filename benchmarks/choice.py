@@ -24,12 +24,13 @@ from dataclasses import asdict, dataclass
 
 from autotune_offload.candidates import PinRules, grid, key
 from autotune_offload.contest import Entrant, Race
-from autotune_offload.decide import sample_elements, words
+from autotune_offload.decide import sample_elements
 from autotune_offload.device import AcceleratorDevice
 from autotune_offload.ds_config import Settings
 from autotune_offload.probing import load_plan, measuring, probe
 from autotune_offload.records import Candidate, Measurements, Profile
 from autotune_offload.trials import Bench
+from autotune_offload.verdict import words
 
 LIMIT = 1.05
 

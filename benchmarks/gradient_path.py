@@ -102,7 +102,9 @@ class Watch:
         return timed
 
 
-def train_step(engine: Any, watch: Watch, accumulation_steps: int, batches: list[Tensor], series: Series) -> Tensor:
+def train_step(
+    engine: Any, watch: Watch, accumulation_steps: int, batches: list[Tensor], series: Series
+) -> Tensor:
     """One optimizer step, timed; returns a copy of the fp32 gradients as they were before it."""
     watch.seconds, backward = 0.0, 0.0
     gradients = torch.empty(0)
@@ -116,7 +118,9 @@ def train_step(engine: Any, watch: Watch, accumulation_steps: int, batches: list
         backward += time.perf_counter() - before
         if micro_step == accumulation_steps - 1:
             before = time.perf_counter()
-            gradients = torch.cat([group.grad.clone() for group in engine.optimizer.fp32_partitioned_groups_flat])
+            gradients = torch.cat(
+                [group.grad.clone() for group in engine.optimizer.fp32_partitioned_groups_flat]
+            )
             copying = time.perf_counter() - before
         engine.step()
     series.step.append(time.perf_counter() - began - copying)
@@ -244,7 +248,11 @@ def main() -> int:
         for accumulation_steps in (1, 4):
             for threads in options.threads if options.threads is not None else [0]:
                 spec = Candidate(
-                    path=options.path, cast=options.cast, buffer_bytes=1 << 22, buffer_count=3, host_threads=threads
+                    path=options.path,
+                    cast=options.cast,
+                    buffer_bytes=1 << 22,
+                    buffer_count=3,
+                    host_threads=threads,
                 )
                 cases.append(run_case(accumulation_steps, spec, options.pairs, warmup=2))
                 show(cases[-1])

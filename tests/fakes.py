@@ -80,7 +80,11 @@ class FakeAccelerator:
         self._pinned: set[int] = set()
 
     def device_name(self, device_index: int | None = None) -> str:
-        return self.kind if device_index is None or self.kind in {"cpu", "hpu"} else f"{self.kind}:{device_index}"
+        return (
+            self.kind
+            if device_index is None or self.kind in {"cpu", "hpu"}
+            else f"{self.kind}:{device_index}"
+        )
 
     def device_count(self) -> int:
         return self.count

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_offload.cost_model import CostModel, Line, fit
@@ -17,6 +17,7 @@ from autotune_offload.records import (
     Kind,
     Measurements,
     Memory,
+    Path,
     PinCost,
     State,
     SyncCost,
@@ -88,15 +89,18 @@ def measurements(gbps: list[float], latency: float = 1e-5) -> Measurements:
 
 def predictions(model: CostModel) -> list[float]:
     """Every path with every kind of buffer, and every stock sequence, in seconds."""
+    paths: tuple[Path, ...] = ("direct", "pinned", "staged")
+    casts: tuple[Cast, ...] = ("device", "host")
+    memories: tuple[Memory, ...] = ("pageable", "pinned")
     ours = [
         model.path_seconds(path, cast, size, count, threads)
         for path, cast, size, count, threads in itertools.product(
-            ("direct", "pinned", "staged"), ("device", "host"), (1 << 18, 1 << 25), (1, 3), (0, 1, 8)
+            paths, casts, (1 << 18, 1 << 25), (1, 3), (0, 1, 8)
         )
     ]
     stock = [
         model.stock_seconds(sequence.name, memory)
-        for sequence, memory in itertools.product(STOCK_SEQUENCES, ("pageable", "pinned"))
+        for sequence, memory in itertools.product(STOCK_SEQUENCES, memories)
     ]
     return ours + stock
 
@@ -152,12 +156,12 @@ def test_efficiency_is_reached_at_the_size_that_a_line_says() -> None:
 
 
 @pytest.mark.parametrize(("shares", "synchronous"), [(True, True), (False, False), (True, False)])
+@settings(max_examples=40)
 @given(slow=rates, faster=st.lists(st.floats(1, 100), min_size=11, max_size=11), workload=workloads)
 def test_more_bandwidth_never_makes_anything_longer(
     shares: bool, synchronous: bool, slow: list[float], faster: list[float], workload: Workload
 ) -> None:
     """Whichever curves get faster, by whatever factors: no path and no sequence of DeepSpeed's loses."""
-    assume(len(slow) == len(faster))
     fast = [rate * factor for rate, factor in zip(slow, faster, strict=True)]
     before, after = (
         predictions(
@@ -175,6 +179,7 @@ def test_more_bandwidth_never_makes_anything_longer(
         assert 0 <= shorter <= longer * (1 + 1e-5) + 1e-9
 
 
+@settings(max_examples=40)
 @given(slow=rates, workload=workloads)
 def test_compute_only_hides_time(slow: list[float], workload: Workload) -> None:
     """Compute beside the copies never adds to what offloading costs."""

@@ -141,7 +141,7 @@ def test_progress_grows_from_nothing_to_the_end() -> None:
     told: list[tuple[str, float]] = []
     measured(cpu(), progress=lambda words, fraction: told.append((words, fraction)))
     fractions = [fraction for _, fraction in told]
-    assert fractions == sorted(fractions) and 0 <= fractions[0] and fractions[-1] < 1
+    assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] < 1
     assert told[0][0] == "d2h pageable warm"
 
 
@@ -184,8 +184,8 @@ class Corrupting(DeferredDevice):
 @pytest.mark.parametrize("kind", ["d2h", "h2d", "h2h"])
 def test_one_flipped_byte_is_found(kind: str, memory: str) -> None:
     """Each kind of copy is compared byte for byte, and the error names it."""
-    device = Corrupting(kind, pinned=memory == "pinned", at_bytes=16384)
-    with pytest.raises(MeasurementError, match=rf"{kind} {memory} warm of 16,384 bytes: 1 bytes differ"):
+    device = Corrupting(kind, pinned=memory == "pinned", at_bytes=4096)
+    with pytest.raises(MeasurementError, match=rf"{kind} {memory} warm of 4,096 bytes: 1 bytes differ"):
         measured(device)
 
 
@@ -203,7 +203,9 @@ def test_a_copy_that_does_nothing_is_found() -> None:
 def test_growth_by_three_checks_the_right_bytes() -> None:
     """Sizes that do not divide the arenas put every slot's own pattern back."""
     device = DeferredDevice()
-    points = measured(device, replace(PLAN, growth=3, pin_cap_bytes=1 << 18)).transfers
+    points = measured(
+        device, replace(PLAN, growth=3, pin_cap_bytes=1 << 18, budget_seconds=2.5, max_samples=3)
+    ).transfers
     assert any(point.bytes == 4096 * 9 for point in points)
 
 
@@ -312,8 +314,8 @@ def test_the_pin_sweep_ends_in_time() -> None:
             return super().pinned_empty(elements, dtype)
 
     device = Slow()
-    cost = pin_cost(device, 64 * MIB, None, deadline=4.0)
-    assert device.seconds <= 4.0
+    cost = pin_cost(device, 64 * MIB, None, deadline=3.5)
+    assert device.seconds <= 3.5
     assert (cost.largest_bytes, cost.capped) == (MIB, True)
     assert cost.seconds_per_gib == pytest.approx(1024)
 
@@ -502,8 +504,13 @@ def test_one_sample_is_taken_when_time_is_up_already() -> None:
 
 def test_short_operations_are_repeated() -> None:
     """An operation near the timer's own cost is timed many at a time, and counted as one."""
-    calls = []
-    result, _ = sampled(PLAN, lambda n: calls.append(n) or 1e-6, share_seconds=10.0)
+    calls: list[int] = []
+
+    def each(n: int) -> float:
+        calls.append(n)
+        return 1e-6
+
+    result, _ = sampled(PLAN, each, share_seconds=10.0)
     assert result.median == pytest.approx(1e-6)
     assert len(calls) > 40 * len(result.seconds)
 
@@ -559,9 +566,7 @@ SINGLE = transfer((1.0,))
 def test_steady_curves_say_so() -> None:
     """One sentence with the counts and the typical spread."""
     [verdict] = stability([STEADY] * 3 + [LOOSE])
-    assert verdict == "steady: 3 of 4 points spread by at most 10% (IQR over median), typically 0.7%" or (
-        verdict.startswith("steady: 3 of 4 points")
-    )
+    assert verdict.startswith("steady: 3 of 4 points spread by at most 10% (IQR over median), typically ")
 
 
 def test_unsteady_curves_name_the_worst_and_what_to_do() -> None:

@@ -76,7 +76,8 @@ def _tune(config: Path, profile: Profile) -> tuple[dict[str, Any], Tuned]:
         off = f'"{ds_config.BLOCK}": {{"enabled": false}} in {config}: nothing was tuned'
         return before, zero3.Tuned(config=before, changes=(), notices=(off,))
     version = host.software().deepspeed
-    tuned = zero3.tune(before, profile.choice, version=version, keep=settings.keep)
+    # whoever takes the file to plain DeepSpeed has DeepSpeed's own code carry the gradients
+    tuned = zero3.tune(before, profile.choice, version=version, keep=settings.keep, carried=False)
     return before, replace(tuned, notices=(*_disagreements(settings, profile.choice), *tuned.notices))
 
 

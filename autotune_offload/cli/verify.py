@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from autotune_offload.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune_offload.records import Profile
+    from autotune_offload.records import Choice, Profile
     from autotune_offload.verify import ModelSpec, Timing, VariantResult, Verification
     from autotune_offload.zero3 import Tuned
 
@@ -67,7 +68,8 @@ def command(
     """Train a small ZeRO-3 model for real and compare: as configured, and with the stored choice.
 
     The variants take turns step by step in one process, and a second engine of the first shows the
-    noise. The tuned configuration holds the keys that `apply` writes.
+    noise. The tuned one has the keys that `apply` writes, and the chosen path in its optimizer where
+    that beats DeepSpeed's own code.
     """
     with stdout_set_aside():
         store = open_store(cache)
@@ -90,16 +92,36 @@ def _train(
     model = ModelSpec() if params is None else model_of(params)
     _check_memory(params or 0, host.limits().available_bytes)
     own = _own_config(config)
-    tuned = zero3.tune(own, profile.choice, version=host.software().deepspeed)
+    choice = profile.choice
+    carried = choice.beats_deepspeed
+    tuned = zero3.tune(own, choice, version=host.software().deepspeed, carried=carried)
     with Reporter("training") as report:
         outcome = verify(
-            [Variant(name="deepspeed", config=own), Variant(name="tuned", config=tuned.config)],
+            [
+                Variant(name="deepspeed", config=own),
+                Variant(
+                    name="tuned",
+                    config=tuned.config,
+                    prepare=partial(_carry_out, choice) if carried else None,
+                ),
+            ],
             model=model,
             steps=steps,
             warmup=warmup,
             progress=report,
         )
     return tuned, outcome
+
+
+def _carry_out(choice: Choice, engine: Any) -> None:
+    """Put the chosen path into the engine; where that cannot be, what is compared would not be the choice."""
+    from autotune_offload.attach import attach
+
+    status = attach(engine, choice)
+    if status.why_not is not None:
+        raise ConfigError(
+            f"the {choice.path} path cannot be verified with this configuration: {status.why_not}"
+        )
 
 
 def _own_config(config: Path | None) -> dict[str, Any]:
