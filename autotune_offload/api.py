@@ -6,6 +6,7 @@ user's own configuration. ``"strict": true`` in the ``autotune_offload`` block r
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -25,6 +26,8 @@ from autotune_offload.errors import AutotuneError, ProfileError
 from autotune_offload.probing import lookup, probe
 from autotune_offload.records import Change, Profile, Workload
 from autotune_offload.store import Miss, Store
+
+_SWITCHED_OFF = "switched off"
 
 _log = logging.getLogger("autotune_offload")
 
@@ -116,7 +119,9 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
     else:
         _hand_over(call, decided.config)
         result = deepspeed.initialize(**call)
-    _reports[result[0]] = _carried_out(result[0], decided)
+    carried = _carried_out(result[0], decided)
+    with contextlib.suppress(TypeError):  # an engine that takes no weak reference has no report
+        _reports[result[0]] = carried
     return result
 
 
@@ -194,6 +199,8 @@ def _decided_or_not(
     attaches: bool,
 ) -> _Decided:
     """Decide; whatever fails in that leaves the user's configuration as it is."""
+    if autotune is False:
+        return _Decided(config=None, report=Report(profile=None, notices=(_SWITCHED_OFF,)))
     strict = isinstance(autotune, Mapping) and bool(autotune.get("strict"))
     try:
         config = ds_config.read(given)
@@ -227,7 +234,7 @@ def _decided(
     attaches: bool,
 ) -> _Decided:
     settings = ds_config.settings(_with_overrides(config, autotune))
-    why_not = _why_not(config, settings, autotune)
+    why_not = _why_not(config, settings)
     if why_not is not None:
         return _Decided(config=None, report=Report(profile=None, notices=(why_not,)))
     if workload is None and model is not None:
@@ -272,12 +279,10 @@ def _carried_out(engine: Any, decided: _Decided) -> Report:
     return replace(decided.report, path=status)
 
 
-def _why_not(
-    config: Mapping[str, Any], settings: ds_config.Settings, autotune: Mapping[str, Any] | bool | None
-) -> str | None:
+def _why_not(config: Mapping[str, Any], settings: ds_config.Settings) -> str | None:
     """Why this configuration is none of our business, if so: nothing is measured for it."""
-    if autotune is False or not settings.enabled:
-        return "switched off"
+    if not settings.enabled:
+        return _SWITCHED_OFF
     if not zero3.offloads(config):
         return "nothing is offloaded at ZeRO stage 1 to 3, so there is nothing to tune"
     if _world_size() > 1:

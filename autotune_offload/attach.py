@@ -6,12 +6,15 @@ be on the host. What DeepSpeed keeps beside the fp32 gradient (the low-precision
 the norm of each partition) is kept as it keeps it, except where nothing reads it.
 
 DeepSpeed's own code stays in charge of what a path would not do exactly: NVMe sub-groups, sub-groups
-that stay on the device (`ratio` below 1), and the deferred copies of unmanaged accumulation.
+that stay on the device (`ratio` below 1), and the deferred copies of unmanaged accumulation. It also
+takes over, for good, as soon as a path fails.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import time
 import weakref
 from collections import deque
@@ -22,30 +25,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotune_offload import kernel
 from autotune_offload.device import AcceleratorDevice, Device
+from autotune_offload.errors import DeviceError
 from autotune_offload.paths import GradientPath, Spec, build, moved_bytes
 
 _STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
 _LOW_PRECISION = f"_{_STAGE3}__param_id_to_grad_partition"
 """DeepSpeed's private name of the low-precision accumulation buffer's views, by ds_id."""
 
-_REPLACED = ("partition_grads", "independent_gradient_partition_epilogue")
-_READ = (
+_PARTITION, _EPILOGUE, _DESTROY = "partition_grads", "independent_gradient_partition_epilogue", "destroy"
+_SETTERS = (
+    "set_fp32_grad_for_param",
+    "set_local_grad_for_param",
+    "update_fp32_grad_for_param_vectorized",
+)
+"""What changes an fp32 gradient between backward and step; 0.14.5 lacks the second, 0.15.4 the third."""
+
+_NEEDED = (
+    _PARTITION,
+    _EPILOGUE,
     "grad_position",
     "norm_for_param_grads",
     "fp32_partitioned_groups_flat",
+    "gradient_accumulation_dtype",
+    "is_gradient_accumulation_boundary",
     "micro_step_id",
     _LOW_PRECISION,
 )
 _CHECKED_PARTITIONS = 4
 _CHECKED_ELEMENTS = 1 << 24
-"""The self-check runs both ways over at most so many partitions and elements of the first backward."""
+"""The self-check runs both ways over at most so many partitions and elements of one backward."""
 
 _KEPT_TIMES = 100
 
 _log = logging.getLogger("autotune_offload")
-
-_attached: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +76,11 @@ class Status:
     """What an attached path has done so far. Times are host seconds in one backward pass."""
 
     why_not: str | None = None
+    """Why DeepSpeed's own code runs: from the start, or since the path was taken out."""
     check: SelfCheck | None = None
+    """None until a backward pass that ends an accumulation has been compared."""
     backward_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
+    """Without the pass in which the self-check ran both ways."""
     link_bytes: int = 0
     """Moved between device and host for gradients since attaching; 0 where they share memory."""
     stock_link_bytes: int = 0
@@ -72,8 +89,21 @@ class Status:
     """Partitions that DeepSpeed's own code carried."""
 
 
-def attach(engine: Any, choice: Spec, *, device: Device | None = None, check: bool = True) -> Status:
-    """Carry out `choice` in a running engine.
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is known of an engine. The optimizer's replaced methods keep the attachment alive, and the
+    optimizer may hold the engine, so that a strong reference here would keep all three for ever.
+    """
+
+    attachment: weakref.ref[Attachment]
+    status: Status
+
+
+_entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
+
+
+def attach(engine: Any, choice: Spec, device: Device | None = None, check: bool = True) -> Status:
+    """Carry out `choice` in a running engine, in place of a path that is attached already.
 
     Args:
         engine: what `deepspeed.initialize` returned.
@@ -84,85 +114,170 @@ def attach(engine: Any, choice: Spec, *, device: Device | None = None, check: bo
     Returns:
         The status, which goes on counting; its `why_not` says why nothing was replaced, if so.
     """
+    detach(engine)
     why_not = why_not_attachable(engine)
     if why_not is not None:
         return Status(why_not=why_not)
-    detach(engine)
-    attachment = Attachment(engine, choice, device or AcceleratorDevice(), check=check)
-    _attached[engine] = attachment
+    try:
+        attachment = Attachment(engine, choice, device or AcceleratorDevice(), check=check)
+    except Exception as error:  # whatever it is, DeepSpeed trains without us
+        return Status(why_not=f"the {choice.path} path cannot be built: {_in_words(error)}")
+    attachment.replace_methods()
+    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status)
     return attachment.status
 
 
 def detach(engine: Any) -> bool:
     """Give the optimizer its own methods back; False where none were replaced."""
-    attachment = _attached.pop(engine, None)
-    if attachment is None:
-        return False
-    attachment.remove()
-    return True
+    entry = _entries.pop(engine, None)
+    attachment = None if entry is None else entry.attachment()
+    return attachment is not None and attachment.remove()
 
 
 def status(engine: Any) -> Status | None:
-    """What the path attached to `engine` has done; None where none is."""
-    attachment = _attached.get(engine)
-    return None if attachment is None else attachment.status
+    """What the path attached to `engine` has done, or did until it failed; None where there was none."""
+    entry = _entries.get(engine)
+    return None if entry is None else entry.status
 
 
 def why_not_attachable(engine: Any) -> str | None:
     """None where the paths do exactly what this engine's own code does, else what stands against it."""
     optimizer = getattr(engine, "optimizer", None)
+    if optimizer is None:
+        return "the engine has no optimizer"
     if type(optimizer).__name__ != _STAGE3 or not type(optimizer).__module__.startswith("deepspeed."):
         return f"the optimizer is a {type(optimizer).__name__}, not exactly {_STAGE3}"
-    missing = [name for name in (*_REPLACED, *_READ) if not hasattr(optimizer, name)]
-    if missing:
-        return f"this DeepSpeed's {_STAGE3} has no {', '.join(missing)}"
+    return _unsuitable(optimizer) or _replaced_by_others(optimizer) or _compiled(engine)
+
+
+def _unsuitable(optimizer: Any) -> str | None:
     if not getattr(optimizer, "offload_optimizer", False):
         return "the optimizer is not offloaded"
-    overridden = [name for name in _REPLACED if name in vars(optimizer)]
-    if overridden:
-        return f"{', '.join(overridden)} of this optimizer was already replaced by somebody else"
     if getattr(optimizer, "zenflow", False):
         return "ZenFlow offloads gradients in its own way"
     if getattr(optimizer, "use_muon", False):
         return "Muon rewrites the gradients between backward and step"
-    compiled = getattr(engine, "is_deepcompile_enabled", None)
-    if compiled is not None and compiled():
+    if (dtype := getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)) != torch.float32:
+        return f"the master gradients are {dtype}, not fp32"
+    missing = [name for name in _NEEDED if not hasattr(optimizer, name)]
+    return f"this DeepSpeed's {_STAGE3} has no {', '.join(missing)}" if missing else None
+
+
+def _replaced_by_others(optimizer: Any) -> str | None:
+    own = vars(optimizer)
+    others = [
+        name
+        for name in (_PARTITION, _EPILOGUE)
+        if name in own and not isinstance(getattr(own[name], "__self__", None), Attachment)
+    ]
+    return f"{', '.join(others)} of this optimizer was replaced by somebody else" if others else None
+
+
+def _compiled(engine: Any) -> str | None:
+    enabled = getattr(engine, "is_deepcompile_enabled", None)
+    if enabled is not None and enabled():
         return "DeepCompile reduces gradients past partition_grads"
-    if getattr(optimizer, "master_weights_and_grads_dtype", torch.float32) != torch.float32:
-        return "the master gradients are not fp32"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """Where in an accumulation a call of `partition_grads` lies."""
+
+    first: bool
+    """The first micro-step: gradients are copied, later they are added."""
+    boundary: bool
+    """The last one: gradients go to the host in fp32."""
+    keep: bool
+    """Whether anything may read the accumulation buffer after this."""
+
+
+@dataclass(slots=True)
+class _Undrained:
+    """A partition that a path was given and may not have delivered yet."""
+
+    ds_id: int
+    destination: Tensor
+    source: Tensor | None
+    """None as soon as later device work may overwrite it."""
 
 
 class Attachment:
     """One optimizer with one path in it."""
 
     def __init__(self, engine: Any, choice: Spec, device: Device, *, check: bool) -> None:
-        """Replaces the two methods; the path's buffers are made at the first gradient."""
+        """Builds the path for the dtype that gradients accumulate in; replaces nothing yet.
+
+        Raises what `paths.build` does.
+        """
         self.status = Status()
-        self._optimizer: Any = engine.optimizer
+        self.device = device
+        self.optimizer: Any = engine.optimizer
         self._engine = weakref.ref(engine)
-        self._choice, self._device = choice, device
-        self._stock: dict[str, Callable[..., Any]] = {
-            name: getattr(engine.optimizer, name) for name in _REPLACED
-        }
+        self._choice = choice
+        self._stock: dict[str, Callable[..., Any]] = {}
+        self._ours: dict[str, Callable[..., Any]] = {}
         self._paths: dict[torch.dtype, GradientPath] = {}
         self._accumulators: dict[torch.dtype, Tensor] = {}
+        self._undrained: list[_Undrained] = []
         self._stale: dict[int, Tensor] = {}
-        self._unchecked = _Checks(self) if check else None
+        self._checks = _Checks(self) if check else None
+        self._failed = False
+        self._epilogue_ran = False
         self._seconds = 0.0
-        self._optimizer.partition_grads = self._partition_grads
-        self._optimizer.independent_gradient_partition_epilogue = self._epilogue
+        if device.shares_host_memory:
+            kernel.why_not_fused(self.optimizer.gradient_accumulation_dtype)  # compiles it, if need be
+        self._path(self.optimizer.gradient_accumulation_dtype)
 
-    def remove(self) -> None:
-        """Finish what is under way, put DeepSpeed's methods back, and give the buffers back."""
-        self._drain()
-        self._freshen()
-        for name in _REPLACED:
-            vars(self._optimizer).pop(name, None)
+    @property
+    def active(self) -> bool:
+        """Whether the path carries gradients: from `replace_methods` until `remove`."""
+        return bool(self._ours)
+
+    def replace_methods(self) -> None:
+        """Put the path in charge."""
+        ours = {_PARTITION: self._partition_grads, _EPILOGUE: self._epilogue, _DESTROY: self._destroy}
+        ours |= {name: functools.partial(self._set_gradient, name) for name in _SETTERS}
+        ours = {name: method for name, method in ours.items() if hasattr(self.optimizer, name)}
+        self._stock = {name: getattr(self.optimizer, name) for name in ours}
+        self._ours = ours
+        vars(self.optimizer).update(ours)
+
+    def remove(self) -> bool:
+        """Put DeepSpeed's methods back, finish what is under way, and give the buffers back.
+
+        A method that somebody has wrapped since stays, and does what DeepSpeed's own does. False where
+        all this has been done before.
+
+        Raises:
+            DeviceError: a gradient is lost, see `_recover`.
+        """
+        if not self.active:
+            return False
+        ours, self._ours = self._ours, {}
+        own = vars(self.optimizer)
+        for name in [name for name, method in ours.items() if own.get(name) is method]:
+            del own[name]
+        self.drain()
         for path in self._paths.values():
             path.close()
         self._paths.clear()
+        if self._failed:
+            self._recover()
+        if self._window_open():
+            self.freshen()
         self._accumulators.clear()
+        self._stale.clear()
+        self._checks = None
+        return True
+
+    def give_up(self, cause: str) -> None:
+        """Hand over to DeepSpeed's own code for good, and say so once."""
+        if not self.active:
+            return
+        self.status.why_not = cause
+        _log.warning("autotune-offload: %s; from here on DeepSpeed's own code carries the gradients", cause)
+        self.remove()
 
     # -- what DeepSpeed calls --
 
@@ -172,49 +287,65 @@ class Attachment:
         """Same arguments, result and effects as `DeepSpeedZeroOptimizer_Stage3.partition_grads`."""
         began = time.perf_counter()
         buffers: list[Tensor] = []
-        for param, gradient in zip(params_to_release, grad_partitions, strict=True):
-            if not self._holds_data(param):
+        moment = self._moment() if self.active else None
+        for param, gradient in zip(params_to_release, grad_partitions, strict=False):
+            if moment is None or not self.active:
+                buffers += self._stock[_PARTITION]([param], [gradient])
+            elif not self._holds_data(param):
                 param.grad = None
-            elif self._unchecked is not None:
-                buffers += self._unchecked.compare(param, gradient)
+            elif self._checks is not None:
+                buffers += self._checks.compare(param, gradient, moment)
             else:
-                buffers += self.move(param, gradient)
+                buffers += self.move(param, gradient, moment)
+        for undrained in self._undrained:
+            undrained.source = None
         self._seconds += time.perf_counter() - began
         return buffers
 
     def _epilogue(self) -> None:
         """DeepSpeed's own epilogue, then what the path still holds."""
-        self._stock["independent_gradient_partition_epilogue"]()
+        self._stock[_EPILOGUE]()
+        if not self.active:
+            return
         began = time.perf_counter()
-        self._drain()
-        self.status.backward_seconds.append(self._seconds + time.perf_counter() - began)
-        self._seconds = 0.0
-        if self._unchecked is not None:
-            self._conclude_check()
+        self.drain()
+        self._epilogue_ran = True
+        seconds, self._seconds = self._seconds + time.perf_counter() - began, 0.0
+        if self._checks is None:
+            self.status.backward_seconds.append(seconds)
+        elif self._at_boundary():
+            self.status.check, self._checks = self._checks.result(), None
+
+    def _destroy(self) -> None:
+        self.remove()
+        self._stock[_DESTROY]()
+
+    def _set_gradient(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The buffer is made fresh from the fp32 gradient while that still is what was accumulated."""
+        if self._window_open():
+            self.freshen()
+        return self._stock[name](*args, **kwargs)
 
     # -- one partition --
 
-    def move(self, param: Any, gradient: Tensor) -> list[Tensor]:
+    def move(self, param: Any, gradient: Tensor, moment: _Moment) -> list[Tensor]:
         """Accumulate one partition's gradient, and at the boundary offload it; DeepSpeed's buffer view."""
-        z = self._optimizer
-        group, offset, _ = z.grad_position[z.get_param_id(param)]
-        destination_group = z.fp32_partitioned_groups_flat[group]
-        if z._swappable_optimizer_subgroup(group) or not _on_host(destination_group.grad):
+        z = self.optimizer
+        destination = self.destination(param, gradient)
+        if destination is None:
+            return self.leave(param, gradient)
+        low, gradient = self.buffer(param, gradient), gradient.contiguous().view(-1)
+        try:
+            path = self._path(_accumulated_dtype(low, gradient, moment)) if moment.boundary else None
+            value = self._accumulated(param.ds_id, gradient, low, moment)
+        except Exception as error:  # nothing of DeepSpeed's has been changed so far
+            self.give_up(f"the {self._choice.path} path failed: {_in_words(error)}")
             return self.leave(param, gradient)
         if hasattr(z, "_offload_boundary_param_ids"):
             z._offload_boundary_param_ids.add(param.ds_id)
-        low = getattr(z, _LOW_PRECISION)[param.ds_id].narrow(0, 0, gradient.numel())
-        boundary = self._at_boundary()
-        value = self._accumulated(
-            param, gradient.view(-1), low, keep=not boundary or z.dtype == torch.float16
-        )
-        if boundary:
-            destination = destination_group.grad.narrow(0, offset, gradient.numel())
-            z.norm_for_param_grads[z.get_param_id(param)] = self._path(value.dtype).offload_with_norm(
-                value, destination
-            )
-            self._count_boundary(value, low)
-            if self._is_stale(param):
+        if path is not None:
+            z.norm_for_param_grads[z.get_param_id(param)] = self._offloaded(path, param, value, destination)
+            if not moment.keep and self.active:
                 self._stale[param.ds_id] = destination
         self._release(param)
         return [low]
@@ -222,85 +353,182 @@ class Attachment:
     def leave(self, param: Any, gradient: Tensor) -> list[Tensor]:
         """One partition by DeepSpeed's own code."""
         self.status.left_to_deepspeed += 1
-        moved: list[Tensor] = self._stock["partition_grads"]([param], [gradient])
+        self._stale.pop(param.ds_id, None)
+        moved: list[Tensor] = self._stock[_PARTITION]([param], [gradient])
         return moved
 
-    def _accumulated(self, param: Any, gradient: Tensor, low: Tensor, *, keep: bool) -> Tensor:
-        """The accumulated gradient where it was reduced; `keep` leaves it in DeepSpeed's buffer as well.
+    def destination(self, param: Any, gradient: Tensor) -> Tensor | None:
+        """This partition's fp32 gradient in host memory; None where it goes to NVMe or stays on the device."""
+        z = self.optimizer
+        group, offset, _ = z.grad_position[z.get_param_id(param)]
+        if z._swappable_optimizer_subgroup(group):
+            return None
+        fp32: Tensor | None = z.fp32_partitioned_groups_flat[group].grad
+        if fp32 is None or fp32.device.type != "cpu":
+            return None
+        return fp32.narrow(0, offset, gradient.numel())
 
-        Without `keep` the buffer is stale, and made fresh should anything accumulate into it.
-        """
-        first = self._optimizer.micro_step_id == 0
-        if not first:
-            self._freshen(param.ds_id)
+    def buffer(self, param: Any, gradient: Tensor) -> Tensor:
+        """This partition in DeepSpeed's accumulation buffer."""
+        view: Tensor = getattr(self.optimizer, _LOW_PRECISION)[param.ds_id]
+        return view.narrow(0, 0, gradient.numel())
+
+    def _offloaded(self, path: GradientPath, param: Any, value: Tensor, destination: Tensor) -> Tensor:
+        """Into the destination by the path, or plainly should that fail; the norm."""
+        if not self.device.synchronous:
+            self._undrained.append(_Undrained(param.ds_id, destination, self._lasting(value)))
+        try:
+            norm = path.offload_with_norm(value, destination)
+        except Exception as error:
+            self._failed = True
+            self.give_up(f"the {self._choice.path} path failed: {_in_words(error)}")
+            self.buffer(param, value).copy_(value)
+            destination.copy_(value)
+            plain: Tensor = self.optimizer._constant_buffered_norm2(value)
+            return plain
+        self._count(ours=moved_bytes(self._choice, value), stock=4 * value.numel())
+        return norm
+
+    def _lasting(self, value: Tensor) -> Tensor | None:
+        """`value` unless it is scratch, which the next partition overwrites."""
+        scratch = self._accumulators.get(value.dtype)
+        return None if scratch is not None and scratch.data_ptr() == value.data_ptr() else value
+
+    def _accumulated(self, ds_id: int, gradient: Tensor, low: Tensor, moment: _Moment) -> Tensor:
+        """The accumulated gradient where it was reduced, and in DeepSpeed's buffer if it is to be kept."""
+        if not moment.first:
+            self.freshen(ds_id)
+        self._stale.pop(ds_id, None)
         if _same_place(low, gradient):
-            return self._accumulated_in_place(param, gradient, low, first=first, keep=keep)
+            return self._accumulated_in_place(gradient, low, moment)
         value = gradient
-        if not first:
+        if not moment.first:
             value = self._accumulator(low)
-            self._device.h2d(value, low, non_blocking=True)
-            value.add_(gradient.to(self._optimizer.gradient_accumulation_dtype))
+            self.device.h2d(value, low, non_blocking=True)
+            value.add_(gradient.to(low.dtype))
             self._count(ours=low.nbytes)
         elif _narrower(low.dtype, gradient.dtype):
             value = gradient.to(low.dtype)
-        if keep:
-            self._device.d2h(low, value, non_blocking=True)
-            self._count(ours=low.nbytes)
-        self._set_stale(param, stale=not keep)
         self._count(stock=2 * low.nbytes)
+        if moment.keep:
+            self.device.d2h(low, value, non_blocking=True)
+            self._count(ours=low.nbytes)
         return value
 
-    def _accumulated_in_place(
-        self, param: Any, gradient: Tensor, low: Tensor, *, first: bool, keep: bool
-    ) -> Tensor:
+    def _accumulated_in_place(self, gradient: Tensor, low: Tensor, moment: _Moment) -> Tensor:
         """Where device memory is host memory, the buffer itself is what accumulates."""
-        if not first:
-            low.add_(gradient.to(self._optimizer.gradient_accumulation_dtype))
-            return low
-        exact = not _narrower(low.dtype, gradient.dtype)
-        self._set_stale(param, stale=not keep and exact)
-        if exact and not keep:
-            return gradient
-        low.copy_(gradient)
-        return low
+        if not moment.first:
+            return low.add_(gradient.to(low.dtype))
+        if moment.keep or _narrower(low.dtype, gradient.dtype):
+            return low.copy_(gradient)
+        return gradient
 
     def _accumulator(self, low: Tensor) -> Tensor:
         """Scratch on the device, grown to the largest partition and kept."""
         scratch = self._accumulators.get(low.dtype)
         if scratch is None or scratch.numel() < low.numel():
-            scratch = self._accumulators[low.dtype] = self._device.empty(low.numel(), low.dtype)
+            scratch = self._accumulators[low.dtype] = self.device.empty(low.numel(), low.dtype)
         return scratch[: low.numel()]
 
     # -- the accumulation buffer, where nothing was kept in it --
 
-    def _is_stale(self, param: Any) -> bool:
-        return param.ds_id in self._stale
+    def is_fresh(self, ds_id: int) -> bool:
+        """Whether the buffer holds what DeepSpeed's own code would have left there."""
+        return ds_id not in self._stale
 
-    def _set_stale(self, param: Any, *, stale: bool) -> None:
+    def freshen(self, ds_id: int | None = None) -> None:
+        """Write what the buffer would hold, which is the fp32 gradient: that is its exact widening."""
+        stale = [ds_id] if ds_id in self._stale else list(self._stale) if ds_id is None else []
         if stale:
-            self._stale[param.ds_id] = _NOTHING
-        else:
-            self._stale.pop(param.ds_id, None)
+            self.drain()
+        views = getattr(self.optimizer, _LOW_PRECISION)
+        for one in stale:
+            gradient = self._stale.pop(one)
+            if one in views:  # `offload_states` takes them away
+                views[one].narrow(0, 0, gradient.numel()).copy_(gradient)
 
-    def _freshen(self, ds_id: int | None = None) -> None:
-        """Write what the buffer would hold: the fp32 gradient is its exact widening."""
-        views = getattr(self._optimizer, _LOW_PRECISION)
-        for stale in list(self._stale) if ds_id is None else [ds_id]:
-            gradient = self._stale.pop(stale, _NOTHING)
-            if gradient is not _NOTHING and stale in views:
-                self._drain()
-                views[stale].narrow(0, 0, gradient.numel()).copy_(gradient)
+    def _window_open(self) -> bool:
+        """Whether gradients were accumulated since the last step: until then fp32 is left as it was."""
+        z = self.optimizer
+        deferred = getattr(z, "_epilogue_ran_this_backward", False)  # 0.18.9 and newer count up in forward
+        return z.micro_step_id != 0 or deferred or not self._epilogue_ran
+
+    def _moment(self) -> _Moment:
+        if not self._window_open():
+            self._stale.clear()
+        self._epilogue_ran = False
+        boundary = self._at_boundary()
+        keep = not boundary or self.optimizer.dtype == torch.float16 or not self._accumulates_once()
+        return _Moment(self.optimizer.micro_step_id == 0, boundary, keep)
+
+    def _accumulates_once(self) -> bool:
+        """Whether a step takes one backward pass, and nobody moves the boundary by hand.
+
+        With more of them, a parameter that gets no gradient in the first finds what an earlier step left
+        in the buffer, and DeepSpeed adds to that.
+        """
+        engine = self._engine()
+        if engine is None or engine._is_gradient_accumulation_boundary is not None:
+            return False
+        managed = getattr(engine, "managed_gradient_accumulation", None)  # 0.19.5 and newer
+        return engine.gradient_accumulation_steps() == 1 and (managed is None or managed())
+
+    # -- waiting, and what to do when that fails --
+
+    def drain(self) -> None:
+        """Return when every fp32 gradient is where it belongs, by the path or, should that fail, without it."""
+        try:
+            with self.device.on(self._stream()):
+                for path in self._paths.values():
+                    path.drain()
+        except Exception as error:
+            self._failed = True
+            self.give_up(f"the {self._choice.path} path failed: {_in_words(error)}")
+        else:
+            if not self._failed:
+                self._undrained.clear()
+
+    def _recover(self) -> None:
+        """Deliver what a failed path was given, from what still holds it.
+
+        Raises:
+            DeviceError: a gradient is neither on the device nor in the accumulation buffer any more.
+        """
+        undrained, self._undrained = self._undrained, []
+        with self.device.on(self._stream()):
+            self.device.synchronize_stream()
+            for item in undrained:
+                item.destination.copy_(self._still_held(item))
+
+    def _still_held(self, item: _Undrained) -> Tensor:
+        if item.source is not None:
+            return item.source
+        if not self.is_fresh(item.ds_id):
+            raise DeviceError(
+                f"the {self._choice.path} path failed after its source was overwritten, and a gradient is lost: "
+                'resume from the last checkpoint with "autotune_offload": {"path": "deepspeed"} in the ds_config'
+            )
+        view: Tensor = getattr(self.optimizer, _LOW_PRECISION)[item.ds_id]
+        return view.narrow(0, 0, item.destination.numel())
+
+    def _stream(self) -> Any:
+        return getattr(self.optimizer, "reduce_and_partition_stream", None)
+
+    def _path(self, dtype: torch.dtype) -> GradientPath:
+        if dtype not in self._paths:
+            self._paths[dtype] = build(self.device, self._choice, dtype)
+        return self._paths[dtype]
 
     # -- shims over versions --
 
     def _at_boundary(self) -> bool:
         """An attribute up to 0.19.4, a method from 0.19.5."""
-        boundary = self._optimizer.is_gradient_accumulation_boundary
+        boundary = self.optimizer.is_gradient_accumulation_boundary
         return bool(boundary() if callable(boundary) else boundary)
 
     def _holds_data(self, param: Any) -> bool:
         """Whether this rank's partition lies within the parameter (the last ranks' may be padding)."""
-        z = self._optimizer
+        z = self.optimizer
         rank_of = getattr(z, "_get_param_partition_rank", None)  # 0.19.4 and newer
         rank = rank_of(param) if rank_of is not None else torch.distributed.get_rank(z.dp_process_group)
         return bool(param.partition_numel() * rank < param.ds_numel)
@@ -308,118 +536,107 @@ class Attachment:
     def _release(self, param: Any) -> None:
         """Drop the full gradient; its memory may be used again only after this stream's work."""
         if param.grad is not None:
-            self._device.record_stream(param.grad)
+            self.device.record_stream(param.grad)
         param.grad = None
 
-    def _path(self, dtype: torch.dtype) -> GradientPath:
-        if dtype not in self._paths:
-            self._paths[dtype] = build(self._device, self._choice, dtype)
-        return self._paths[dtype]
-
-    def _drain(self) -> None:
-        with self._device.on(getattr(self._optimizer, "reduce_and_partition_stream", None)):
-            for path in self._paths.values():
-                path.drain()
-
-    # -- counting and checking --
-
     def _count(self, *, ours: int = 0, stock: int = 0) -> None:
-        if not self._device.shares_host_memory:
+        if not self.device.shares_host_memory:
             self.status.link_bytes += ours
             self.status.stock_link_bytes += stock
 
-    def _count_boundary(self, value: Tensor, low: Tensor) -> None:
-        """Stock reads the accumulation buffer back and sends fp32; see `partition_grads` of 0.19.8."""
-        del low
-        self._count(ours=moved_bytes(self._choice, value), stock=4 * value.numel())
-
-    def _conclude_check(self) -> None:
-        checks, self._unchecked = self._unchecked, None
-        assert checks is not None
-        self.status.check = checks.result()
-        if self.status.check.mismatch is None:
-            return
-        _log.warning(
-            "autotune-offload: the %s path gave other gradients than DeepSpeed's own code (%s); the path was "
-            "taken out and training goes on without it",
-            self._choice.path,
-            self.status.check.mismatch,
-        )
-        engine = self._engine()
-        if engine is not None:
-            detach(engine)
-        self.status.why_not = f"the self-check failed: {self.status.check.mismatch}"
-
-
-_NOTHING = torch.empty(0, device="cpu")
-
 
 class _Checks:
-    """The first partitions of the first backward, by DeepSpeed's code and by ours."""
+    """The first partitions of the first backward that ends an accumulation, by our code and by DeepSpeed's.
+
+    DeepSpeed's comes last, so that its results stay whatever ours has done. Until one partition has
+    been found equal, those that are too large to be compared are left to DeepSpeed.
+    """
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._partitions = self._elements = 0
-        self._mismatch: str | None = None
 
-    def compare(self, param: Any, gradient: Tensor) -> list[Tensor]:
+    def compare(self, param: Any, gradient: Tensor, moment: _Moment) -> list[Tensor]:
         """Move one partition; at a boundary, while the check still runs, both ways."""
         ours = self._attachment
-        full = (
-            self._partitions >= _CHECKED_PARTITIONS or self._elements + gradient.numel() > _CHECKED_ELEMENTS
-        )
-        if full or self._mismatch or not ours._at_boundary():
-            return ours.move(param, gradient) if self._mismatch is None else ours.leave(param, gradient)
-        return self._both(param, gradient)
-
-    def _both(self, param: Any, gradient: Tensor) -> list[Tensor]:
-        ours, z = self._attachment, self._attachment._optimizer
-        group, offset, _ = z.grad_position[z.get_param_id(param)]
-        target = z.fp32_partitioned_groups_flat[group].grad
-        if z._swappable_optimizer_subgroup(group) or not _on_host(target):
+        if not moment.boundary or self._partitions >= _CHECKED_PARTITIONS:
+            return ours.move(param, gradient, moment)
+        if self._elements + gradient.numel() > _CHECKED_ELEMENTS:
+            return ours.move(param, gradient, moment) if self._partitions else ours.leave(param, gradient)
+        destination = ours.destination(param, gradient)
+        if destination is None:
             return ours.leave(param, gradient)
-        low = getattr(z, _LOW_PRECISION)[param.ds_id].narrow(0, 0, gradient.numel())
-        before, full_gradient = low.clone(), param.grad
-        buffers = ours.leave(param, gradient)
-        ours.status.left_to_deepspeed -= 1
-        ours._device.synchronize()
-        destination = target.narrow(0, offset, gradient.numel())
-        stock, accumulated = destination.clone(), low.clone()
-        stock_norm = float(z.norm_for_param_grads[z.get_param_id(param)])
+        return self._both(param, gradient, moment, destination)
+
+    def _both(self, param: Any, gradient: Tensor, moment: _Moment, destination: Tensor) -> list[Tensor]:
+        ours, low, full_gradient = self._attachment, self._attachment.buffer(param, gradient), param.grad
+        ours.freshen(param.ds_id)
+        ours.device.synchronize_stream()
+        before = low.clone()
+        buffers = ours.move(param, gradient, moment)
+        ours.drain()
+        if not ours.active:  # it failed, and DeepSpeed's way was gone
+            return buffers
+        kept = low.clone() if ours.is_fresh(param.ds_id) else None
+        found, norm = destination.clone(), self._norm(param)
         low.copy_(before)
         param.grad = full_gradient
-        ours.move(param, gradient)
-        ours._drain()
+        buffers = ours.leave(param, gradient)
+        ours.status.left_to_deepspeed -= 1
+        ours.device.synchronize_stream()
         self._partitions += 1
         self._elements += gradient.numel()
-        self._mismatch = _difference(
-            destination, stock, float(z.norm_for_param_grads[z.get_param_id(param)]), stock_norm
+        self._judge(
+            _difference("fp32 gradient", found, destination)
+            or (_difference("accumulation buffer", kept, low) if kept is not None else None)
+            or _norms_differ(norm, self._norm(param))
         )
-        if self._mismatch is not None:
-            destination.copy_(stock)
-            low.copy_(accumulated)
-            ours._set_stale(param, stale=False)
-            z.norm_for_param_grads[z.get_param_id(param)] = torch.tensor(stock_norm, dtype=torch.float64)
         return buffers
 
-    def result(self) -> SelfCheck:
+    def _norm(self, param: Any) -> Tensor:
+        z = self._attachment.optimizer
+        norm: Tensor = z.norm_for_param_grads[z.get_param_id(param)]
+        return norm
+
+    def _judge(self, mismatch: str | None) -> None:
+        if mismatch is None:
+            return
+        ours = self._attachment
+        ours.status.check = self.result(mismatch)
+        ours.give_up(f"the self-check failed: {mismatch}")
+
+    def result(self, mismatch: str | None = None) -> SelfCheck:
         """What was compared."""
-        return SelfCheck(partitions=self._partitions, elements=self._elements, mismatch=self._mismatch)
+        return SelfCheck(partitions=self._partitions, elements=self._elements, mismatch=mismatch)
 
 
-def _difference(ours: Tensor, stock: Tensor, our_norm: float, stock_norm: float) -> str | None:
-    """In words, None where the bits are the same and the norms agree to 1e-12."""
-    if not torch.equal(ours.view(torch.int32), stock.view(torch.int32)):
-        wrong = int((ours.view(torch.int32) != stock.view(torch.int32)).sum())
-        return f"{wrong:,} of {ours.numel():,} values of one partition differ"
-    finite = abs(stock_norm) < float("inf")
-    if finite and abs(our_norm - stock_norm) > 1e-12 * max(abs(stock_norm), 1e-300):
-        return f"the norm of one partition is {our_norm!r}, DeepSpeed's is {stock_norm!r}"
-    return None
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _on_host(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.device.type == "cpu"
+def _difference(what: str, ours: Tensor, stock: Tensor) -> str | None:
+    """In words; None where the bits are the same, or both are NaN: torch itself is free with their payload."""
+    word = _WORDS[stock.element_size()]
+    differ = (ours.view(word) != stock.view(word)) & ~(ours.isnan() & stock.isnan())
+    wrong = int(differ.sum())
+    return f"{wrong:,} of {ours.numel():,} values of one partition's {what} differ" if wrong else None
+
+
+def _norms_differ(ours: Tensor, stock: Tensor) -> str | None:
+    """In words; None where they agree as closely as two orders of adding 2**24 squares must."""
+    tolerance = _CHECKED_ELEMENTS * torch.finfo(stock.dtype).eps
+    mine, theirs = float(ours), float(stock)
+    if math.isfinite(theirs) and math.isfinite(mine):
+        same = abs(mine - theirs) <= tolerance * theirs
+    else:
+        same = mine == theirs or (math.isnan(mine) and math.isnan(theirs))
+    return None if same else f"the norm of one partition is {mine!r}, DeepSpeed's is {theirs!r}"
+
+
+def _accumulated_dtype(low: Tensor, gradient: Tensor, moment: _Moment) -> torch.dtype:
+    """Of what `_accumulated` returns."""
+    if _same_place(low, gradient) and moment.keep:
+        return low.dtype
+    return low.dtype if not moment.first or _narrower(low.dtype, gradient.dtype) else gradient.dtype
 
 
 def _same_place(one: Tensor, other: Tensor) -> bool:
@@ -429,3 +646,7 @@ def _same_place(one: Tensor, other: Tensor) -> bool:
 def _narrower(buffer: torch.dtype, gradient: torch.dtype) -> bool:
     """Whether the accumulation buffer rounds the gradient."""
     return buffer != gradient and buffer != torch.float32
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

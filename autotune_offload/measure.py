@@ -141,6 +141,31 @@ def measure(
     )
 
 
+def curve(
+    device: Device,
+    plan: Plan,
+    *,
+    kind: Kind,
+    memory: Memory = "pageable",
+    state: State = "warm",
+    threads: int = 0,
+    cache_bytes: int,
+    memory_bytes: int,
+) -> tuple[Transfer, ...]:
+    """One curve alone, as `measure` measures it, within the plan's share of its budget.
+
+    Raises:
+        MeasurementError: a copy gave wrong bytes.
+        BudgetError: the memory is too little for the plan's smallest size.
+    """
+    seconds = plan.budget_seconds * plan.measure_share
+    deadline = device.now() + seconds
+    pin_bytes = min(plan.pin_cap_bytes, memory_bytes // 2) if memory == "pinned" else 0
+    with _arenas(device, plan, seconds, cache_bytes, memory_bytes, pin_bytes) as arenas:
+        session = _Session(device, plan, arenas, deadline, torch.float32, _silent)
+        return session.curve(_Curve(kind=kind, memory=memory, state=state, threads=threads), deadline)
+
+
 def check_synchronize(device: Device) -> None:
     """Find out whether the device's synchronize waits, by what a read-back costs with and without it.
 
@@ -393,8 +418,7 @@ class _Session:
             self.progress(words, index / (len(curves) + 1))
             # casts and the duplex points come after: one more share
             share = (self.deadline - self.device.now()) / (len(curves) - index + 1)
-            with _intraop_threads(curve.threads):
-                points.extend(self._curve(curve, self.device.now() + share))
+            points.extend(self.curve(curve, self.device.now() + share))
         points.extend(self._duplex())
         return tuple(points)
 
@@ -410,7 +434,12 @@ class _Session:
         yield _Curve(kind="h2h", memory="pageable", state="warm", threads=1)
         yield _Curve(kind="h2h", memory="pageable", state="cold")
 
-    def _curve(self, curve: _Curve, deadline: float) -> Iterator[Transfer]:
+    def curve(self, curve: _Curve, deadline: float) -> tuple[Transfer, ...]:
+        """The points of one curve, with the threads that it asks for."""
+        with _intraop_threads(curve.threads):
+            return tuple(self._points(curve, deadline))
+
+    def _points(self, curve: _Curve, deadline: float) -> Iterator[Transfer]:
         """Points of growing size, until the next one would not fit into the time that is left."""
         sizes = list(self._sizes(curve))
         points: list[Transfer] = []

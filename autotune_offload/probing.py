@@ -87,6 +87,7 @@ def probe(
 
     Raises:
         ConfigError: a plan or a fixed setting that cannot be used.
+        BudgetError: too little time to measure anything.
         DeviceError: DeepSpeed's accelerator cannot be loaded or used.
         MeasurementError: copies or timings that cannot be trusted.
     """
@@ -218,9 +219,9 @@ def _minor(version: str) -> str:
 
 
 def _cap(max_pinned_bytes: int | None, steer: Settings) -> int | None:
-    if max_pinned_bytes is not None or isinstance(steer.max_pinned_bytes, str):
-        return max_pinned_bytes
-    return steer.max_pinned_bytes
+    """The smaller of the two bounds that may be given; None where neither is."""
+    given = (max_pinned_bytes, steer.max_pinned_bytes)
+    return min((cap for cap in given if isinstance(cap, int)), default=None)
 
 
 def _silent(what: str, fraction: float) -> None:

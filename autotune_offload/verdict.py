@@ -94,8 +94,9 @@ class Verdict:
     def decision(self, sizes: ZeroSizes) -> Decision:
         """All of it, as records."""
         record = self.chosen.record
-        optimizer = self._pin_optimizer()
-        parameters = self._pin_parameters(with_optimizer=optimizer.pinned)
+        alone = self._pin_alone()
+        optimizer = self._pin_optimizer(alone)
+        parameters = self._pin_parameters(with_optimizer=optimizer.pinned or alone.pinned)
         choice = Choice(
             path=record.path,
             cast=record.cast,
@@ -103,6 +104,7 @@ class Verdict:
             buffer_count=record.buffer_count,
             host_threads=record.host_threads,
             pin_optimizer=optimizer.pinned,
+            pin_optimizer_alone=alone.pinned,
             pin_parameters=parameters.pinned,
             unsettled_pins=("pin_optimizer",) * optimizer.unsettled
             + ("pin_parameters",) * parameters.unsettled,
@@ -142,8 +144,22 @@ class Verdict:
 
     # -- the two keys --
 
-    def _pin_optimizer(self) -> _Pin:
-        """DeepSpeed's own code carries the gradients, so its own two times decide about the key."""
+    def _pin_optimizer(self, alone: _Pin) -> _Pin:
+        """Our path says where its destination is; where DeepSpeed's own code stays, `alone` holds."""
+        path = self.chosen.record.path
+        if self.gain <= 1 + self.noise:
+            return alone
+        on = path == "pinned"
+        others = [e for e in self.near if (e.record.path == "pinned") is not on]
+        unsettled = bool(others) and self.rules.against_path("pinned") is None
+        if on is alone.pinned:
+            return replace(alone, unsettled=unsettled)
+        section, _, why = alone.reason.partition(" is ")
+        reason = f"{section} is {'' if on else 'not '}pinned for the path {path}; for DeepSpeed's own code it is {why}"
+        return _Pin(pinned=on, unsettled=unsettled, reason=reason)
+
+    def _pin_alone(self) -> _Pin:
+        """Where DeepSpeed's own code carries the gradients, its own two times decide."""
         section, what = "offload_optimizer", "DeepSpeed's own copies take"
         limit = self.rules.against_path("pinned")
         if limit is not None:
@@ -151,8 +167,8 @@ class Verdict:
             return _Pin(pinned=False, reason=f"{section} is not pinned: {cause}")
         if self.steer.path not in ("auto", "deepspeed"):
             on = self.steer.path == "pinned"
-            words_ = f"{section} is {'' if on else 'not '}pinned: you fixed the path {self.steer.path}"
-            return _Pin(pinned=on, reason=words_)
+            fixed = f"{section} is {'' if on else 'not '}pinned: you fixed the path {self.steer.path}"
+            return _Pin(pinned=on, reason=fixed)
         stock = [b for b in self.outcome.baselines if b.record.name == self.outcome.installed.record.name]
         times = {b.memory: b for b in stock if b.timed}
         if len(times) < 2:

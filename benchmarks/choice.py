@@ -4,8 +4,9 @@
 
 Each repeat probes this host as `autotune-offload probe` does, then times every candidate that the host's
 limits admit, those that the cost model would not have tried included, in interleaved rounds on the same
-sample and with the same code. The figure of a repeat is the chosen candidate's median in the sweep over
-the least median in the sweep: 1 is the best possible, and noise alone makes it a little more.
+sample and with the same code. The figure of a repeat is the chosen candidate's time over that of the one
+with the least median in the sweep, as the median over the rounds: 1 is the best possible, and noise alone
+makes it a little more.
 
 Output: one line a repeat, then the median with its range and how often each path was chosen; with --json
 the last line of stdout is one JSON document with all of it. The exit status is 1 where the median is over
@@ -99,7 +100,9 @@ def repeat(budget_seconds: float | None, rounds: int) -> Repeat:
         best=words(ranked[0].record),
         chosen_seconds=chosen.median,
         best_seconds=ranked[0].median,
-        ratio=chosen.median / max(ranked[0].median, 1e-12),
+        ratio=statistics.median(
+            mine / max(best, 1e-12) for mine, best in zip(chosen.seconds, ranked[0].seconds, strict=True)
+        ),
         sweep_seconds={words(e.record): e.median for e in ranked},
     )
 

@@ -378,16 +378,41 @@ def test_buffers_without_room_for_an_element_are_refused(stage: Stage) -> None:
     ("own", "own_pinned", "pinned", "unsettled"),
     [(1.0, 0.5, True, False), (0.5, 1.0, False, False), (1.0, 1.005, False, True), (1.005, 1.0, False, True)],
 )
-def test_the_optimizers_key_follows_deepspeeds_own_two_times(
+def test_where_deepspeeds_own_code_stays_its_own_two_times_decide(
     stage: Stage, own: float, own_pinned: float, pinned: bool, unsettled: bool
 ) -> None:
     """Not ours: DeepSpeed's code carries the gradients. What measured the same is unsettled."""
-    stage.script = by_path(pinned=0.2, staged=0.2, direct=0.2, own=own, own_pinned=own_pinned)
+    stage.script = by_path(direct=3.0, pinned=2.0, staged=3.0, own=own, own_pinned=own_pinned)
     choice = stage.run().choice
-    assert choice.pin_optimizer is pinned
+    assert not choice.beats_deepspeed
+    assert choice.pin_optimizer is choice.pin_optimizer_alone is pinned
     assert ("pin_optimizer" in choice.unsettled_pins) is unsettled
     sentence = next(r for r in choice.reasons if r.startswith("offload_optimizer"))
     assert ("within the noise" in sentence) is unsettled
+
+
+@pytest.mark.parametrize("path", ["direct", "pinned", "staged"])
+@pytest.mark.parametrize("own_pinned", [3.0, 12.0])
+def test_where_our_path_is_faster_its_destination_decides(stage: Stage, path: str, own_pinned: float) -> None:
+    """DeepSpeed's own times then only count for whoever runs its code; one sentence says both."""
+    stage.script = by_path(**{path: 0.2}, own=6.0, own_pinned=own_pinned)
+    choice = stage.run().choice
+    assert choice.beats_deepspeed and choice.path == path
+    assert choice.pin_optimizer is (path == "pinned")
+    assert choice.pin_optimizer_alone is (own_pinned < 6.0)
+    assert "pin_optimizer" not in choice.unsettled_pins
+    (sentence,) = (r for r in choice.reasons if r.startswith("offload_optimizer"))
+    assert ("for DeepSpeed's own code it is" in sentence) is (
+        choice.pin_optimizer is not choice.pin_optimizer_alone
+    )
+
+
+def test_a_near_tie_between_destinations_leaves_the_optimizers_key_open(stage: Stage) -> None:
+    """Direct was taken for pinning less, but pinned measured the same: a user's own value stays."""
+    stage.script = by_path(direct=0.505, pinned=0.5, own=6.0)
+    choice = stage.run().choice
+    assert (choice.path, choice.pin_optimizer) == ("direct", False)
+    assert "pin_optimizer" in choice.unsettled_pins
 
 
 def test_the_parameters_key_follows_the_h2d_curves(stage: Stage) -> None:
@@ -404,7 +429,7 @@ def test_parameters_must_fit_beside_the_optimizers_blocks(stage: Stage) -> None:
     workload = make_workload()
     room = sum(1 << (size - 1).bit_length() for size in pinned_blocks(workload)) + 1024
     limits = Limits(available_bytes=1 << 40, pinnable_bytes=room)
-    stage.script = by_path(own=1.0, own_pinned=0.5)
+    stage.script = by_path(own=0.9, own_pinned=0.5)
     both = stage.run(limits=limits).choice
     assert both.pin_optimizer and not both.pin_parameters
     assert not both.unsettled_pins

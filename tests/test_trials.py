@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -73,15 +73,15 @@ def test_each_size_keeps_its_share(work: Workload, most: int) -> None:
     """No size has more than its share of the partitions, to one: many small ones never crowd out the large."""
     share = min(most / work.elements, 1)
     half = max(most // 2, 1)
-    wanted: dict[int, float] = Counter()
-    sources: dict[int, int] = Counter()
+    wanted: defaultdict[int, float] = defaultdict(float)
+    sources: Counter[int] = Counter()
     for size, count in work.partitions:
         parts = -(-size // half)
         wanted[size // parts] += share * count * parts
         sources[size // parts] += 1
     seen = Counter(sample(work, most).sizes)
-    for size, count in wanted.items():
-        assert abs(seen[size] - count) <= sources[size] + 1e-6
+    for size, share_of_it in wanted.items():
+        assert abs(seen[size] - share_of_it) <= sources[size] + 1e-6
 
 
 def test_a_workload_that_fits_is_taken_whole() -> None:

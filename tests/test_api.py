@@ -1,0 +1,498 @@
+"""The public face on a stubbed `deepspeed.initialize`: what reaches it, and what a failure of ours costs."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import copy
+import dataclasses
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from autotune_offload import api, probing
+from autotune_offload.attach import Status
+from autotune_offload.device import AcceleratorDevice
+from autotune_offload.ds_config import Settings
+from autotune_offload.errors import BudgetError, ConfigError, MeasurementError, ProfileError
+from autotune_offload.records import Profile, Workload
+from tests.factories import make_choice, make_profile
+
+MODEL = torch.nn.Linear(8, 8)
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu"},
+        "sub_group_size": 1234,
+    },
+}
+SIGNATURE = inspect.signature(deepspeed.initialize)
+
+
+class Engine:
+    """What a stubbed initialize returns."""
+
+    optimizer = None
+
+
+class Calls(list[dict[str, Any]]):
+    """The arguments of each `deepspeed.initialize`, by name."""
+
+    def stub(self, *args: Any, **kwargs: Any) -> tuple[Engine, None, None, None]:
+        """Stands in for `deepspeed.initialize`."""
+        self.append(dict(SIGNATURE.bind(*args, **kwargs).arguments))
+        return Engine(), None, None, None
+
+
+class Probes(list[dict[str, Any]]):
+    """The arguments of each probe; it chooses the same every time, or fails."""
+
+    error: BaseException | None = None
+    choice = make_choice(gain=1.0)
+
+    def stub(self, *, workload: Workload | None, device: AcceleratorDevice, **kwargs: Any) -> Profile:
+        """Stands in for `probe`."""
+        self.append({"workload": workload, **kwargs})
+        if self.error is not None:
+            raise self.error
+        workload = workload or probing.default_workload()
+        present = probing.present_fingerprint(device, workload)
+        return make_profile(fingerprint=present, workload=workload, choice=self.choice)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """A stubbed `deepspeed.initialize` with the real one's signature."""
+    calls = Calls()
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        return calls.stub(*args, **kwargs)
+
+    initialize.__signature__ = SIGNATURE  # type: ignore[attr-defined]  # what inspect.signature reads
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Probes:
+    """A stubbed probe and an empty store; one rank."""
+    probes = Probes()
+    monkeypatch.setattr(api, "probe", probes.stub)
+    monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path / "profiles"))
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return probes
+
+
+def with_block(**block: Any) -> dict[str, Any]:
+    """The configuration with our block in it."""
+    return {**copy.deepcopy(CONFIG), "autotune_offload": block}
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Messages of our own warnings."""
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def is_tuned(config: Any) -> bool:
+    """Whether both keys follow the stubbed choice, and the user's number stayed."""
+    zero = config["zero_optimization"]
+    return (
+        zero["offload_optimizer"]["pin_memory"] is False
+        and zero["offload_param"]["pin_memory"] is True
+        and zero["sub_group_size"] == 1234
+        and zero["reduce_bucket_size"] == 15_099_494
+    )
+
+
+# -- every way in ---------------------------------------------------------------------------------
+
+
+def _file(tmp_path: Path) -> Path:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+FORMS: dict[str, Callable[[Path], Any]] = {
+    "dict": lambda folder: copy.deepcopy(CONFIG),
+    "path": lambda folder: str(_file(folder)),
+    "base64": lambda folder: base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", ["config", "config_params", "args", "positional"])
+def test_every_way_of_passing_a_configuration_is_tuned(
+    calls: Calls, tmp_path: Path, form: str, way: str
+) -> None:
+    """It reaches DeepSpeed as one tuned dict; what the user handed in is unchanged."""
+    given = FORMS[form](tmp_path)
+    before = copy.deepcopy(given)
+    args = argparse.Namespace(deepspeed_config=given if way == "args" else None, other=1)
+    if way == "positional":
+        positional: list[Any] = [None] * list(SIGNATURE.parameters).index("config")
+        positional[1], positional[6] = MODEL, 29500
+        api.initialize(*positional, given)
+    elif way == "args":
+        api.initialize(args, MODEL)
+    else:
+        api.initialize(args=args, model=MODEL, **{way: given})
+    (call,) = calls
+    assert call["model"] is MODEL
+    assert is_tuned(call["config"])
+    assert call.get("config_params") is None
+    if way != "positional":
+        assert call["args"].deepspeed_config is None and call["args"].other == 1
+    assert given == before
+    assert args.deepspeed_config is (given if way == "args" else None)
+    if form == "path":
+        assert json.loads(Path(given).read_text()) == CONFIG
+
+
+def test_the_models_own_partitions_are_measured(calls: Calls, probes: Probes) -> None:
+    """With the dtype and accumulation steps of the configuration."""
+    api.initialize(model=MODEL, config={**CONFIG, "gradient_accumulation_steps": 4})
+    workload = probes[0]["workload"]
+    assert workload.partitions == ((64, 1), (8, 1))
+    assert (workload.dtype, workload.accumulation_steps) == ("bfloat16", 4)
+
+
+def test_without_a_configuration_deepspeed_says_what_is_wrong(calls: Calls, probes: Probes) -> None:
+    """The call goes through as it is, and nothing is measured."""
+    api.initialize(model=MODEL)
+    assert calls == [{"model": MODEL}] and not probes
+
+
+def test_both_ways_at_once_stay_deepspeeds_to_refuse(calls: Calls) -> None:
+    """DeepSpeed asserts that args and config are not both given; we do not hide that."""
+    args = argparse.Namespace(deepspeed_config=copy.deepcopy(CONFIG))
+    api.initialize(args=args, model=MODEL, config=copy.deepcopy(CONFIG))
+    assert calls[0]["args"].deepspeed_config is not None and calls[0]["config"] is not None
+
+
+def test_settings_of_the_call_go_over_the_block(calls: Calls, probes: Probes) -> None:
+    """And both reach the probe."""
+    api.initialize(
+        model=MODEL,
+        config=with_block(cast="host", budget_seconds=3),
+        autotune={"cast": "device", "path": "staged"},
+    )
+    assert probes[0]["settings"] == Settings(cast="device", path="staged", budget_seconds=3.0)
+    assert probes[0]["budget_seconds"] == 3.0
+
+
+def test_tune_config_gives_a_new_dict(tmp_path: Path) -> None:
+    """From every form, before DeepSpeed is initialized; the input is unchanged."""
+    given = copy.deepcopy(CONFIG)
+    assert is_tuned(api.tune_config(given, model=MODEL))
+    assert given == CONFIG
+    assert is_tuned(api.tune_config(_file(tmp_path)))
+
+
+def test_tune_config_refuses_what_it_cannot_read() -> None:
+    """There is no run that could go on."""
+    with pytest.raises(ConfigError, match="no such file"):
+        api.tune_config("absent.json")
+
+
+# -- fail open ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [MeasurementError("wrong bytes"), BudgetError("too little time"), ValueError("a bug of ours")]
+)
+def test_a_failure_in_the_probe_costs_one_warning(
+    calls: Calls, probes: Probes, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """DeepSpeed is called with exactly what the user gave, and the report says why."""
+    probes.error = error
+    config = copy.deepcopy(CONFIG)
+    engine, *_ = api.initialize(model=MODEL, config=config)
+    assert calls == [{"model": MODEL, "config": config}]
+    assert calls[0]["config"] is config and config == CONFIG
+    (warning,) = warnings(caplog)
+    assert str(error) in warning and "the run goes on with your own configuration" in warning
+    assert api.report(engine).profile is None
+    assert str(error) in api.report(engine).text()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "absent.json",
+        "{",
+        7,
+        with_block(path="fastest"),
+        with_block(pth="direct"),
+        with_block(budget_seconds=0),
+    ],
+)
+def test_what_cannot_be_used_goes_through_unchanged(
+    calls: Calls, probes: Probes, caplog: pytest.LogCaptureFixture, given: Any
+) -> None:
+    """An unreadable configuration or a bad block: DeepSpeed's own errors reach the user."""
+    before = copy.deepcopy(given)
+    api.initialize(model=MODEL, config=given)
+    assert calls[0]["config"] is given and given == before
+    assert len(warnings(caplog)) == 1
+    assert not probes
+
+
+def test_only_the_first_rank_warns(
+    calls: Calls, probes: Probes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning a job."""
+    monkeypatch.setenv("RANK", "1")
+    probes.error = MeasurementError("wrong bytes")
+    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    assert len(calls) == 1 and warnings(caplog) == []
+
+
+@pytest.mark.parametrize("where", ["block", "call"])
+def test_strict_raises(calls: Calls, probes: Probes, where: str) -> None:
+    """Asked for in the block or in the call, the failure ends the start."""
+    probes.error = MeasurementError("wrong bytes")
+    config = with_block(strict=True) if where == "block" else copy.deepcopy(CONFIG)
+    with pytest.raises(MeasurementError, match="wrong bytes"):
+        api.initialize(model=MODEL, config=config, autotune={"strict": True} if where == "call" else None)
+    assert not calls
+
+
+def test_strict_raises_for_a_bad_block(calls: Calls) -> None:
+    """It counts even where the rest of the block is wrong."""
+    with pytest.raises(ConfigError, match="path"):
+        api.initialize(model=MODEL, config=with_block(strict=True, path="fastest"))
+    assert not calls
+
+
+def test_an_interrupt_is_not_swallowed(calls: Calls, probes: Probes) -> None:
+    """Ctrl-C in the probe ends the program."""
+    probes.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    assert not calls
+
+
+def test_an_error_of_deepspeeds_own_is_the_users(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is neither caught nor tried twice."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        raise AssertionError("no optimizer")
+
+    monkeypatch.setattr(calls, "stub", refuse)
+    with pytest.raises(AssertionError, match="no optimizer"):
+        api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    assert len(calls) == 1 and warnings(caplog) == []
+
+
+# -- nothing to do --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "autotune"),
+    [(CONFIG, False), (with_block(enabled=False), None), ("absent.json", False), (with_block(pth=1), False)],
+)
+def test_switched_off_passes_everything_through(
+    calls: Calls, probes: Probes, caplog: pytest.LogCaptureFixture, config: Any, autotune: Any
+) -> None:
+    """Nothing is measured, and the very object arrives; not even its mistakes are looked at."""
+    engine, *_ = api.initialize(model=MODEL, config=config, autotune=autotune)
+    assert calls[0]["config"] is config and not probes
+    assert api.report(engine).notices == ("switched off",)
+    assert warnings(caplog) == []
+
+
+def test_tune_config_switched_off_changes_nothing(probes: Probes) -> None:
+    """What was read comes back."""
+    assert api.tune_config(CONFIG, autotune=False) == CONFIG and not probes
+
+
+@pytest.mark.parametrize(
+    "zero", [{}, {"zero_optimization": {"stage": 3}}, {"zero_optimization": {"stage": 0}}]
+)
+def test_without_offload_nothing_is_measured(calls: Calls, probes: Probes, zero: dict[str, Any]) -> None:
+    """There is nothing to tune."""
+    engine, *_ = api.initialize(model=MODEL, config=zero)
+    assert calls[0]["config"] is zero and not probes
+    assert "nothing is offloaded" in api.report(engine).notices[0]
+
+
+def test_several_ranks_are_left_alone_with_a_notice(
+    calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks would have to agree first."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = copy.deepcopy(CONFIG)
+    engine, *_ = api.initialize(model=MODEL, config=config)
+    assert calls[0]["config"] is config and config == CONFIG and not probes
+    assert api.report(engine).notices[0].startswith("2 ranks: ")
+
+
+# -- stored profiles ------------------------------------------------------------------------------
+
+
+def test_a_second_start_uses_the_stored_profile(calls: Calls, probes: Probes) -> None:
+    """It is not measured again, and what reaches DeepSpeed is the same."""
+    first, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    second, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    assert len(probes) == 1
+    assert calls[0]["config"] == calls[1]["config"]
+    assert "measured now, stored in" in api.report(first).source
+    assert api.report(second).source == "stored profile of 2026-05-04T09:30:00+00:00"
+
+
+def test_another_model_is_measured_again(calls: Calls, probes: Probes) -> None:
+    """Its partitions are of another class."""
+    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    api.initialize(model=torch.nn.Linear(64, 64), config=copy.deepcopy(CONFIG))
+    assert len(probes) == 2
+
+
+def test_what_a_user_fixed_is_neither_looked_up_nor_stored(calls: Calls, probes: Probes) -> None:
+    """A fixed path must not decide for the next run."""
+    for _ in range(2):
+        engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune={"path": "direct"})
+    assert len(probes) == 2
+    assert api.report(engine).source == "measured now, with what you fixed; not stored"
+    with pytest.raises(ProfileError, match=r"no stored profile in .*autotune-offload probe"):
+        api.load_profile()
+
+
+def test_a_store_that_cannot_be_written_is_a_notice(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run is tuned all the same."""
+    (tmp_path / "occupied").write_text("")
+    monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path / "occupied" / "profiles"))
+    engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    assert is_tuned(calls[0]["config"])
+    assert api.report(engine).notices[0].startswith("the profile was not stored: cannot save")
+    assert "the profile was not stored" in api.report(engine).text()
+
+
+def test_load_profile_gives_the_newest_or_the_named_one(calls: Calls, tmp_path: Path) -> None:
+    """What a start stored can be read back."""
+    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    loaded = api.load_profile()
+    (file,) = (tmp_path / "profiles").glob("*.yaml")
+    assert api.load_profile(file) == loaded
+    assert loaded.choice == Probes.choice
+
+
+# -- report, and who carries the gradients --------------------------------------------------------
+
+
+def test_a_report_says_what_was_chosen_changed_and_noticed(calls: Calls) -> None:
+    """In lines that stand by themselves."""
+    engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    report = api.report(engine)
+    assert report.profile is not None and report.profile.choice == Probes.choice
+    assert {change.key for change in report.changes} >= {
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.offload_param.pin_memory",
+        "zero_optimization.reduce_bucket_size",
+    }
+    lines = report.text().splitlines()
+    assert lines[0].startswith("autotune-offload: path staged, cast on the device (measured now")
+    assert "  zero_optimization.offload_optimizer.pin_memory: true -> false" in lines
+    assert "  zero_optimization.reduce_bucket_size: absent -> 15099494" in lines
+    assert all(f"  - {reason}" in lines for reason in Probes.choice.reasons)
+    assert all(f"  - {notice}" in lines for notice in report.notices) and report.notices
+
+
+def test_a_report_of_a_foreign_engine_says_so() -> None:
+    """Nothing is known of it."""
+    report = api.report(Engine())
+    assert report.notices == ("this engine was not made by autotune_offload.initialize",)
+    assert "the configuration is unchanged" in report.text()
+
+
+def test_a_path_that_beats_deepspeed_is_attached(
+    calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine gets the choice, and the report its status."""
+    attached = []
+
+    def attach(engine: Any, choice: Any) -> Status:
+        attached.append((engine, choice))
+        return Status(why_not="a stub")
+
+    monkeypatch.setattr(api, "attach", attach)
+    probes.choice = make_choice()
+    engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    assert attached == [(engine, make_choice())]
+    assert "by DeepSpeed's own code, with the keys below: a stub" in api.report(engine).text()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_path_that_cannot_be_attached_costs_one_warning(
+    calls: Calls,
+    probes: Probes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    strict: bool,
+) -> None:
+    """The engine runs DeepSpeed's own code; strict raises."""
+
+    def attach(engine: Any, choice: Any) -> Status:
+        raise RuntimeError("no such hook")
+
+    monkeypatch.setattr(api, "attach", attach)
+    probes.choice = make_choice()
+    config = with_block(strict=strict)
+    if strict:
+        with pytest.raises(RuntimeError, match="no such hook"):
+            api.initialize(model=MODEL, config=config)
+        return
+    engine, *_ = api.initialize(model=MODEL, config=config)
+    (warning,) = warnings(caplog)
+    assert "the staged path was not attached: RuntimeError: no such hook" in warning
+    assert "no such hook" in api.report(engine).text()
+
+
+@pytest.mark.parametrize("steer", [None, {"path": "deepspeed"}])
+def test_deepspeeds_own_code_stays_where_it_is_not_beaten(
+    calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, steer: Any
+) -> None:
+    """Or where the user asked for it: nothing is attached."""
+    monkeypatch.setattr(api, "attach", lambda engine, choice: pytest.fail("attached"))
+    probes.choice = make_choice(gain=1.0) if steer is None else make_choice()
+    engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=steer)
+    assert api.report(engine).path is None
+    assert "carried out by DeepSpeed's own code, with the keys below" in api.report(engine).text()
+
+
+def test_an_engine_that_cannot_be_remembered_is_returned_all_the_same(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report is lost then, and not the run."""
+    monkeypatch.setattr(calls, "stub", lambda *args, **kwargs: (7, None, None, None))
+    assert api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))[0] == 7
+
+
+def test_a_call_that_deepspeed_does_not_know_is_deepspeeds_to_refuse(calls: Calls) -> None:
+    """Its own TypeError comes, as without us."""
+    with pytest.raises(TypeError, match="modle"):
+        api.initialize(modle=MODEL, config=copy.deepcopy(CONFIG))
+
+
+def test_settings_cover_every_argument_of_the_block() -> None:
+    """A field that is added is looked at here: does it steer the choice?"""
+    assert {field.name for field in dataclasses.fields(Settings)} == {
+        *("enabled", "path", "cast", "buffer_bytes", "buffer_count", "host_threads"),
+        *("keep", "budget_seconds", "max_pinned_bytes", "strict"),
+    }

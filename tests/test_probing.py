@@ -1,0 +1,370 @@
+"""The whole flow on this host: plans, budget, profile, fingerprint, lookup."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune_offload import host, probing
+from autotune_offload.device import AcceleratorDevice
+from autotune_offload.ds_config import Settings
+from autotune_offload.errors import BudgetError, ConfigError
+from autotune_offload.records import (
+    SCHEMA,
+    DeviceIdentity,
+    HostFacts,
+    Limit,
+    Limits,
+    Profile,
+    Software,
+    Workload,
+    fingerprint_key,
+    from_plain,
+    to_plain,
+)
+from autotune_offload.store import Miss, Store
+from tests.factories import make_profile, make_workload
+
+CONTRACT = {
+    "transfers": {"kind", "memory", "state", "bytes", "median_seconds", "iqr_seconds", "samples", "gbps"},
+    "candidates": {
+        "path",
+        "cast",
+        "buffer_bytes",
+        "buffer_count",
+        "predicted_seconds",
+        "measured_seconds",
+        "spread",
+        "rejected",
+    },
+}
+"""DESIGN.md, "Public face": what the rows of these lists hold at least."""
+
+
+class Probed:
+    """One probe with a budget of a second, what it reported, and how long it took."""
+
+    def __init__(self) -> None:
+        self.progress: list[tuple[str, float]] = []
+        device = AcceleratorDevice()
+        started = time.perf_counter()
+        self.profile = probing.probe(
+            workload=make_workload(),
+            budget_seconds=1,
+            device=device,
+            progress=lambda what, done: self.progress.append((what, done)),
+        )
+        self.seconds = time.perf_counter() - started
+
+
+@pytest.fixture(scope="module")
+def probed() -> Probed:
+    """A real probe of this host."""
+    return Probed()
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["quick", "standard", "thorough"])
+def test_shipped_plans_load_and_are_sane(name: str) -> None:
+    """Sizes grow, samples have room, and the trials get a part of the budget."""
+    plan = probing.load_plan(name)
+    assert plan.name == name
+    assert 0 < plan.measure_share < 1
+    assert 0 < plan.smallest_bytes < plan.largest_bytes
+    assert plan.growth >= 2
+    assert 3 <= plan.min_samples <= plan.max_samples
+    assert plan.finalists >= 2
+    assert plan.warmup_seconds < plan.budget_seconds / 50
+    assert plan.trial_bytes >= 1 << 20
+    assert plan.pin_cap_bytes >= 1 << 20
+
+
+def test_longer_plans_measure_more() -> None:
+    """Quick, standard, thorough: budget, samples and finalists never fall."""
+    plans = [probing.load_plan(name) for name in ("quick", "standard", "thorough")]
+    for field in ("budget_seconds", "max_samples", "finalists", "trial_bytes", "largest_bytes"):
+        values = [getattr(plan, field) for plan in plans]
+        assert values == sorted(values), field
+    assert plans[1].budget_seconds == 5
+
+
+def test_a_budget_replaces_the_plans_own() -> None:
+    """Nothing else of the plan changes."""
+    plan = probing.load_plan("quick", 0.5)
+    assert plan == dataclasses.replace(probing.load_plan("quick"), budget_seconds=0.5)
+
+
+@pytest.mark.parametrize("budget", [0.0, -1.0, 0.19, float("inf"), float("nan")])
+def test_a_budget_that_measures_nothing_is_refused(budget: float) -> None:
+    """The error says what was given and what is the least."""
+    with pytest.raises(BudgetError, match=r"a budget of .* s; expected at least 0.2 s"):
+        probing.load_plan("standard", budget)
+
+
+def test_an_unknown_plan_is_refused() -> None:
+    """The error lists those that are shipped."""
+    with pytest.raises(ConfigError, match=r"no shipped file 'probe_plans/fast.yaml'.*standard.yaml"):
+        probing.load_plan("fast")
+
+
+def test_a_broken_plan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the file and what is wrong in it."""
+    file = tmp_path / "plan.yaml"
+    file.write_text("name: broken\nbudget_seconds: soon\n")
+    monkeypatch.setattr(probing, "config_file", lambda *parts: file)
+    with pytest.raises(ConfigError, match=r'probe plan ".*plan.yaml" cannot be used: .*budget_seconds'):
+        probing.load_plan("broken")
+
+
+# -- the whole probe ------------------------------------------------------------------------------
+
+
+def test_a_probe_round_trips_through_plain_data(probed: Probed) -> None:
+    """What it returns is what a stored profile gives back."""
+    assert from_plain(to_plain(probed.profile), Profile) == probed.profile
+
+
+def test_a_probe_round_trips_through_the_store(probed: Probed, tmp_path: Path) -> None:
+    """A saved one is found again for the same environment, its decision unchanged."""
+    store = Store(tmp_path)
+    store.save(probed.profile)
+    found = probing.lookup(store, make_workload())
+    assert isinstance(found, Profile)
+    assert found.choice == probed.profile.choice
+    assert [c.rejected for c in found.candidates] == [c.rejected for c in probed.profile.candidates]
+
+
+def test_a_probe_keeps_its_budget(probed: Probed) -> None:
+    """A second, three times that on a busy machine; its own figure is the clock's."""
+    assert probed.seconds < 3.0
+    assert 0.2 < probed.profile.elapsed_seconds <= probed.seconds
+
+
+def test_progress_rises_from_0_to_1(probed: Probed) -> None:
+    """It never falls, and says in words what is done."""
+    fractions = [done for _, done in probed.progress]
+    assert fractions == sorted(fractions)
+    assert fractions[0] == 0.0 and fractions[-1] == 1.0
+    assert all(what for what, _ in probed.progress)
+    assert {"searching paths and buffers", "final rounds", "done"} <= {what for what, _ in probed.progress}
+
+
+def test_a_profile_holds_every_field_of_the_contract(probed: Probed) -> None:
+    """The JSON document of DESIGN.md, "Public face"."""
+    plain = to_plain(probed.profile)
+    assert plain["schema"] == SCHEMA == 1
+    assert {"host", "device", "software", "limits", "warnings", "zero_optimization"} <= set(plain)
+    assert {"kind", "name", "count"} <= set(plain["device"])
+    for name, fields in CONTRACT.items():
+        assert plain[name] and all(fields <= set(row) for row in plain[name]), name
+    assert set(plain["sync"]) == {"device_seconds", "stream_seconds", "event_seconds"}
+    assert {"seconds_per_gib", "largest_bytes"} <= set(plain["pin"])
+    assert {"path", "cast", "buffer_bytes", "buffer_count", "reasons"} <= set(plain["choice"])
+    assert plain["choice"]["reasons"] and plain["elapsed_seconds"] > 0
+
+
+def test_every_candidate_of_a_real_probe_has_a_time_or_a_reason(probed: Probed) -> None:
+    """And something was timed, DeepSpeed's own sequence included."""
+    for candidate in probed.profile.candidates:
+        assert (candidate.measured_seconds is None) is (candidate.rejected is not None)
+    assert any(c.measured_seconds for c in probed.profile.candidates)
+    assert [b.installed for b in probed.profile.baselines].count(True) == 1
+    assert all(b.measured_seconds for b in probed.profile.baselines if b.installed)
+
+
+def test_on_the_cpu_direct_is_chosen_and_the_reason_for_no_pinning_given(probed: Probed) -> None:
+    """Both keys are written as false."""
+    if probed.profile.device.kind != "cpu":
+        pytest.skip("DeepSpeed's accelerator here is not the CPU")
+    choice = probed.profile.choice
+    assert choice.path == "direct"
+    sections = probed.profile.zero_optimization
+    assert sections["offload_optimizer"] == sections["offload_param"] == {"pin_memory": False}
+    assert sum("pin_memory returned pageable memory" in reason for reason in choice.reasons) == 1
+
+
+class Selected(AcceleratorDevice):
+    """Counts how often it became the current device and stopped being it."""
+
+    entered = left = 0
+
+    def selected(self) -> Any:
+        """Itself, as a context."""
+        return self
+
+    def __enter__(self) -> Selected:
+        self.entered += 1
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.left += 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("lost")])
+@pytest.mark.parametrize("stage", ["measure", "decide"])
+@pytest.mark.parametrize("collecting", [True, False])
+def test_an_interrupt_leaves_device_and_collector_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException, collecting: bool
+) -> None:
+    """In the middle of either half, with the garbage collector on or off before."""
+    seen = []
+
+    def fail(*args: object, **kwargs: object) -> None:
+        seen.append(gc.isenabled())
+        raise error
+
+    if stage == "decide":
+        monkeypatch.setattr(probing, "measure", lambda *args, **kwargs: None)
+    monkeypatch.setattr(probing, stage, fail)
+    device = Selected()
+    before = gc.isenabled()
+    try:
+        (gc.enable if collecting else gc.disable)()
+        with pytest.raises(type(error)):
+            probing.probe(workload=make_workload(), device=device)
+        assert gc.isenabled() is collecting
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False]
+    assert (device.entered, device.left) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "setting", "expected"),
+    [(None, "auto", None), (7, "auto", 7), (None, 9, 9), (7, 9, 7), (9, 7, 7), (None, 0, 0)],
+)
+def test_the_smaller_bound_on_pinned_memory_counts(
+    monkeypatch: pytest.MonkeyPatch, argument: int | None, setting: Any, expected: int | None
+) -> None:
+    """The argument's and the block's, whichever are given."""
+    asked = []
+
+    def limits(*, max_pinned_bytes: int | None, pin_backend: str) -> Limits:
+        asked.append(max_pinned_bytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(host, "limits", limits)
+    with pytest.raises(KeyboardInterrupt):
+        probing.probe(
+            workload=make_workload(), max_pinned_bytes=argument, settings=Settings(max_pinned_bytes=setting)
+        )
+    assert asked == [expected]
+
+
+# -- fingerprint and lookup -----------------------------------------------------------------------
+
+
+def environment() -> tuple[HostFacts, DeviceIdentity, Software, Limits, Workload]:
+    """What a fingerprint is made of."""
+    profile = make_profile()
+    memlock = Limit(name="memlock", bytes=1 << 26, source="ulimit -l", raise_by="raise it")
+    limits = dataclasses.replace(profile.limits, bounds=(*profile.limits.bounds, memlock))
+    return profile.host, profile.device, profile.software, limits, profile.workload
+
+
+def key_with(**changes: object) -> str:
+    """The key after changing fields, each given as part__field."""
+    names = ("host", "device", "software", "limits", "workload")
+    parts = dict(zip(names, environment(), strict=True))
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        parts[part] = dataclasses.replace(parts[part], **{field: value})  # type: ignore[type-var]  # records all
+    return fingerprint_key(probing.fingerprint(*parts.values()))  # type: ignore[arg-type]  # in order
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device__kind": "xpu"},
+        {"device__name": "NVIDIA H100"},
+        {"device__capability": "9.1"},
+        {"device__memory_bytes": 1 << 36},
+        {"device__mig_slice": "1g.10gb"},
+        {"device__link_generation": 4},
+        {"device__link_width": 8},
+        {"device__pin_backend": "native"},
+        {"host__cpu_model": "another"},
+        {"host__affinity_cpus": 8},
+        {"host__numa_bound": False},
+        {"limits__bounds": ()},
+        {"software__torch": "2.14.0"},
+        {"software__deepspeed": "0.20.0"},
+        {"workload__dtype": "float16"},
+        {"workload__world_size": 16},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_invalidates_a_profile_changes_the_key(change: dict[str, object]) -> None:
+    """Each of these may change what is fastest."""
+    assert key_with(**change) != key_with()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host__name": "another"},
+        {"host__ram_bytes": 1},
+        {"limits__available_bytes": 1},
+        {"limits__pinnable_bytes": 1},
+        {"device__index": 3},
+        {"software__torch": "2.13.9"},
+        {"software__deepspeed": "0.19.9"},
+        {"software__python": "3.12.1"},
+        {"workload__source": "another"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_changes_by_itself_does_not_change_the_key(change: dict[str, object]) -> None:
+    """Names, free memory, patch releases and words."""
+    assert key_with(**change) == key_with()
+
+
+def test_the_host_name_is_no_part_of_a_fingerprint() -> None:
+    """Neither as a field nor in a value."""
+    facts, device, software, limits, workload = environment()
+    assert facts.name not in str(probing.fingerprint(facts, device, software, limits, workload))
+
+
+def test_release_drops_local_parts() -> None:
+    """Builds of one release are one version."""
+    assert probing.release("0.19.8+cu130") == (0, 19, 8)
+    assert probing.release("0.20.0.dev1") == (0, 20, 0)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Store:
+    """A store with a profile of this environment, for a workload of its own."""
+    device, workload = AcceleratorDevice(), make_workload(dtype="float16")
+    present = probing.present_fingerprint(device, workload)
+    store = Store(tmp_path)
+    store.save(make_profile(fingerprint=present, workload=workload))
+    return store
+
+
+def test_lookup_without_a_workload_takes_any(stored: Store) -> None:
+    """The newest that was decided for any model on this host."""
+    assert isinstance(probing.lookup(stored, None), Profile)
+
+
+def test_lookup_with_a_workload_wants_its_class(stored: Store) -> None:
+    """Another model's profile is a miss that names the field; the same class is a hit."""
+    miss = probing.lookup(stored, make_workload())
+    assert isinstance(miss, Miss) and miss.differs == ("workload",)
+    assert isinstance(probing.lookup(stored, make_workload(dtype="float16")), Profile)
+
+
+def test_lookup_without_a_workload_still_wants_this_host(
+    stored: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the workload may differ."""
+    facts = dataclasses.replace(host.facts(), cpu_model="another")
+    monkeypatch.setattr(host, "facts", lambda: facts)
+    miss = probing.lookup(stored, None)
+    assert isinstance(miss, Miss) and miss.differs == ("host.cpu_model",)
