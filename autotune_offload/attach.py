@@ -91,8 +91,10 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What is known of an engine. The optimizer's replaced methods keep the attachment alive, and the
-    optimizer may hold the engine, so that a strong reference here would keep all three for ever.
+    """What is known of an engine.
+
+    The optimizer's replaced methods keep the attachment alive. The optimizer may hold the engine, so that
+    a strong reference here would keep all three for ever.
     """
 
     attachment: weakref.ref[Attachment]
@@ -114,10 +116,10 @@ def attach(engine: Any, choice: Spec, device: Device | None = None, check: bool 
     Returns:
         The status, which goes on counting; its `why_not` says why nothing was replaced, if so.
     """
-    detach(engine)
     why_not = why_not_attachable(engine)
     if why_not is not None:
         return Status(why_not=why_not)
+    detach(engine)
     try:
         attachment = Attachment(engine, choice, device or AcceleratorDevice(), check=check)
     except Exception as error:  # whatever it is, DeepSpeed trains without us
@@ -236,12 +238,15 @@ class Attachment:
 
     def replace_methods(self) -> None:
         """Put the path in charge."""
-        ours = {_PARTITION: self._partition_grads, _EPILOGUE: self._epilogue, _DESTROY: self._destroy}
-        ours |= {name: functools.partial(self._set_gradient, name) for name in _SETTERS}
-        ours = {name: method for name, method in ours.items() if hasattr(self.optimizer, name)}
-        self._stock = {name: getattr(self.optimizer, name) for name in ours}
-        self._ours = ours
-        vars(self.optimizer).update(ours)
+        replacements: dict[str, Callable[..., Any]] = {
+            _PARTITION: self._partition_grads,
+            _EPILOGUE: self._epilogue,
+            _DESTROY: self._destroy,
+            **{name: functools.partial(self._set_gradient, name) for name in _SETTERS},
+        }
+        self._ours = {name: own for name, own in replacements.items() if hasattr(self.optimizer, name)}
+        self._stock = {name: getattr(self.optimizer, name) for name in self._ours}
+        vars(self.optimizer).update(self._ours)
 
     def remove(self) -> bool:
         """Put DeepSpeed's methods back, finish what is under way, and give the buffers back.
@@ -285,12 +290,14 @@ class Attachment:
         self, params_to_release: Sequence[Any], grad_partitions: Sequence[Tensor]
     ) -> list[Tensor]:
         """Same arguments, result and effects as `DeepSpeedZeroOptimizer_Stage3.partition_grads`."""
+        if not self.active:
+            return list(self._stock[_PARTITION](params_to_release, grad_partitions))
         began = time.perf_counter()
+        moment = self._moment()
         buffers: list[Tensor] = []
-        moment = self._moment() if self.active else None
         for param, gradient in zip(params_to_release, grad_partitions, strict=False):
-            if moment is None or not self.active:
-                buffers += self._stock[_PARTITION]([param], [gradient])
+            if not self.active:
+                buffers += self.leave(param, gradient)
             elif not self._holds_data(param):
                 param.grad = None
             elif self._checks is not None:
@@ -329,6 +336,14 @@ class Attachment:
     # -- one partition --
 
     def move(self, param: Any, gradient: Tensor, moment: _Moment) -> list[Tensor]:
+        """All that is done with one partition; DeepSpeed's buffer view."""
+        buffers = self.carry(param, gradient, moment)
+        if param.grad is not None:  # its memory may be used again only after this stream's work
+            self.device.record_stream(param.grad)
+        param.grad = None
+        return buffers
+
+    def carry(self, param: Any, gradient: Tensor, moment: _Moment) -> list[Tensor]:
         """Accumulate one partition's gradient, and at the boundary offload it; DeepSpeed's buffer view."""
         z = self.optimizer
         destination = self.destination(param, gradient)
@@ -339,7 +354,7 @@ class Attachment:
             path = self._path(_accumulated_dtype(low, gradient, moment)) if moment.boundary else None
             value = self._accumulated(param.ds_id, gradient, low, moment)
         except Exception as error:  # nothing of DeepSpeed's has been changed so far
-            self.give_up(f"the {self._choice.path} path failed: {_in_words(error)}")
+            self.give_up(self._failure(error))
             return self.leave(param, gradient)
         if hasattr(z, "_offload_boundary_param_ids"):
             z._offload_boundary_param_ids.add(param.ds_id)
@@ -347,7 +362,6 @@ class Attachment:
             z.norm_for_param_grads[z.get_param_id(param)] = self._offloaded(path, param, value, destination)
             if not moment.keep and self.active:
                 self._stale[param.ds_id] = destination
-        self._release(param)
         return [low]
 
     def leave(self, param: Any, gradient: Tensor) -> list[Tensor]:
@@ -375,19 +389,24 @@ class Attachment:
 
     def _offloaded(self, path: GradientPath, param: Any, value: Tensor, destination: Tensor) -> Tensor:
         """Into the destination by the path, or plainly should that fail; the norm."""
-        if not self.device.synchronous:
-            self._undrained.append(_Undrained(param.ds_id, destination, self._lasting(value)))
-        try:
-            norm = path.offload_with_norm(value, destination)
-        except Exception as error:
-            self._failed = True
-            self.give_up(f"the {self._choice.path} path failed: {_in_words(error)}")
-            self.buffer(param, value).copy_(value)
-            destination.copy_(value)
-            plain: Tensor = self.optimizer._constant_buffered_norm2(value)
-            return plain
-        self._count(ours=moved_bytes(self._choice, value), stock=4 * value.numel())
-        return norm
+        if self.active:
+            if not self.device.synchronous:
+                self._undrained.append(_Undrained(param.ds_id, destination, self._lasting(value)))
+            try:
+                norm = path.offload_with_norm(value, destination)
+            except Exception as error:
+                self._failed = True
+                self.give_up(self._failure(error))
+            else:
+                self._count(ours=moved_bytes(self._choice, value), stock=4 * value.numel())
+                return norm
+        self.buffer(param, value).copy_(value)
+        destination.copy_(value)
+        plain: Tensor = self.optimizer._constant_buffered_norm2(value)
+        return plain
+
+    def _failure(self, error: Exception) -> str:
+        return f"the {self._choice.path} path failed ({_in_words(error)})"
 
     def _lasting(self, value: Tensor) -> Tensor | None:
         """`value` unless it is scratch, which the next partition overwrites."""
@@ -483,7 +502,7 @@ class Attachment:
                     path.drain()
         except Exception as error:
             self._failed = True
-            self.give_up(f"the {self._choice.path} path failed: {_in_words(error)}")
+            self.give_up(self._failure(error))
         else:
             if not self._failed:
                 self._undrained.clear()
@@ -533,12 +552,6 @@ class Attachment:
         rank = rank_of(param) if rank_of is not None else torch.distributed.get_rank(z.dp_process_group)
         return bool(param.partition_numel() * rank < param.ds_numel)
 
-    def _release(self, param: Any) -> None:
-        """Drop the full gradient; its memory may be used again only after this stream's work."""
-        if param.grad is not None:
-            self.device.record_stream(param.grad)
-        param.grad = None
-
     def _count(self, *, ours: int = 0, stock: int = 0) -> None:
         if not self.device.shares_host_memory:
             self.status.link_bytes += ours
@@ -569,18 +582,18 @@ class _Checks:
         return self._both(param, gradient, moment, destination)
 
     def _both(self, param: Any, gradient: Tensor, moment: _Moment, destination: Tensor) -> list[Tensor]:
-        ours, low, full_gradient = self._attachment, self._attachment.buffer(param, gradient), param.grad
+        ours, low = self._attachment, self._attachment.buffer(param, gradient)
         ours.freshen(param.ds_id)
         ours.device.synchronize_stream()
         before = low.clone()
-        buffers = ours.move(param, gradient, moment)
+        buffers = ours.carry(param, gradient, moment)
         ours.drain()
-        if not ours.active:  # it failed, and DeepSpeed's way was gone
+        if not ours.active:  # it failed, and DeepSpeed's code has done the work
+            param.grad = None
             return buffers
         kept = low.clone() if ours.is_fresh(param.ds_id) else None
         found, norm = destination.clone(), self._norm(param)
         low.copy_(before)
-        param.grad = full_gradient
         buffers = ours.leave(param, gradient)
         ours.status.left_to_deepspeed -= 1
         ours.device.synchronize_stream()

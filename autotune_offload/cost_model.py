@@ -179,8 +179,8 @@ class CostModel:
         elif cast == "device":
             pieces = self._pieces(buffer_bytes // 4)
             stream = link.seconds(fp32, 2 * pieces) + fp32 / self.cast_rate("device")
-        elif self.shares_host_memory:  # one pass that copies and casts
-            stream = self._partitions * link.latency_seconds + fp32 / self.cast_rate("host", threads)
+        elif self.shares_host_memory:  # one fused pass in each thread, the caller's or the path's own
+            stream = self._partitions * link.latency_seconds + fp32 / self.cast_rate("host", max(threads, 1))
         else:
             stream = link.seconds(fp32 * self.low_bytes / 4, self._partitions)
             host = fp32 / self.cast_rate("host", threads)
@@ -213,17 +213,16 @@ class CostModel:
 
     def _stock(self, name: str, memory: Memory) -> _Parts:
         fp32, count = self._fp32_bytes, self._partitions
-        upcast = 0.0
-        if self.low_bytes < 4:
-            # a fresh temporary: on the CPU its pages are touched for the first time
-            cold = self.line("h2h", "pageable", "cold").bytes_per_second
-            upcast = fp32 / (
-                min(cold, self.cast_rate("device")) if self.shares_host_memory else self.cast_rate("device")
-            )
+        # fresh temporaries: on the CPU their pages are touched for the first time
+        fresh = self.cast_rate("device")
+        if self.shares_host_memory:
+            fresh = min(fresh, self.line("h2h", "pageable", "cold").bytes_per_second)
+        norm = 2 * fp32 / fresh if self.shares_host_memory else 0.0  # in fp64; on a device next to nothing
+        upcast = norm + (fp32 / fresh if self.low_bytes < 4 else 0.0)
         link, host, waits = self.line("d2h", memory), 0.0, True
         if name == "implicit_upcast" and self.low_bytes < 4:
             if self.shares_host_memory:
-                stream = count * link.latency_seconds + fp32 / self.cast_rate("host")
+                stream = norm + count * link.latency_seconds + fp32 / self.cast_rate("host")
             else:
                 stream = self.line("d2h", "pageable", "cold").seconds(fp32 * self.low_bytes / 4, count)
                 host = fp32 / self.cast_rate("host")

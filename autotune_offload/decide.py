@@ -37,7 +37,7 @@ _UNSEEN = 1e-3
 _SEARCH_SHARE = 0.45
 """Of the trials' time; the rest is for the interleaved rounds that decide."""
 
-_LEAST_PASSES = 60
+_LEAST_PASSES = 100
 """Passes over the sample that the trials' time should allow; the sample is made smaller for it."""
 
 _LEAST_ELEMENTS = 1 << 18
@@ -114,7 +114,9 @@ def sample_elements(
 ) -> int:
     """Elements of the workload's sample: beyond the caches, unless the time is too short for that."""
     wanted = max(plan.trial_bytes, 2 * cache_bytes) // 4
-    whole = cost_model(device, measurements, workload).path_seconds("direct", "host", 1 << 20, 1, 0)
+    model = cost_model(device, measurements, workload)
+    ours = model.path_seconds("direct", "host", 1 << 20, 1, 0)
+    whole = (ours + model.stock_seconds("explicit_upcast", "pageable")) / 2
     seconds = max(deadline - device.now(), 0.0) / _LEAST_PASSES
     affordable = workload.elements * seconds / max(whole, 1e-12)
     return max(int(min(wanted, affordable)), _LEAST_ELEMENTS)

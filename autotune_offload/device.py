@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from autotune_offload import kernel
 from autotune_offload.errors import DeviceError, PinError
 from autotune_offload.records import DeviceIdentity
 
@@ -149,6 +150,10 @@ class Device(ABC):
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread: which one is current, is per thread."""
         return None
+
+    def widen(self, destination: Tensor, source: Tensor) -> float:
+        """Copy host to host as fp32 in the calling thread; the sum of the squares (see `kernel.widen`)."""
+        return kernel.widen(destination, source)
 
     def norm(self, source: Tensor) -> Tensor:
         """2-norm of device memory accumulated in fp64, shape (), on the device, in stream order."""

@@ -551,19 +551,17 @@ class _Session:
 
     def _check_bytes(self, curve: _Curve, size: int) -> None:
         """One copy over other bytes, compared with what was sent; a cold one into new pages."""
-        device, expected = self.device, self.arenas.source[:size]
+        expected = self.arenas.source[:size]
         target, source = (arena[:size] for arena in self._ends(curve))
         if curve.state == "cold":
-            target = device.host_empty(size, torch.uint8, touched=False)
-        junk = self.arenas.target[:size].fill_(0x5A)
-        if curve.kind == "h2d":
-            device.h2d(target, junk)
-            self._timed(curve, [(target, source)])
-            seen = junk.fill_(0xA5)
-            device.d2h(seen, target)
+            target = self.device.host_empty(size, torch.uint8, touched=False)
         else:
-            seen = target.fill_(0x5A) if curve.state == "warm" else target
-            self._timed(curve, [(target, source)])
+            target.fill_(0x5A)
+        self._timed(curve, [(target, source)])
+        seen = target
+        if curve.kind == "h2d":
+            seen = self.arenas.target[:size].fill_(0xA5)
+            self.device.d2h(seen, target)
         if not torch.equal(seen, expected):
             wrong = int((seen != expected).sum())
             raise MeasurementError(

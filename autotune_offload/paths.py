@@ -23,7 +23,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autotune_offload import kernel
 from autotune_offload.device import Device, Event
 from autotune_offload.errors import ConfigError, PinError
 from autotune_offload.records import Cast, Memory, Path
@@ -130,13 +129,13 @@ class HostThreads:
         for future in [self._pool.submit(device.h2h, to, of) for to, of in pieces]:
             future.result()
 
-    def widen(self, destination: Tensor, source: Tensor) -> float:
-        """`kernel.widen` shared by all threads: a partition as fp32, and the sum of its squares."""
+    def widen(self, device: Device, destination: Tensor, source: Tensor) -> float:
+        """One pass to fp32 shared by all threads; the sum of the squares."""
         if self._pool is None:
-            return kernel.widen(destination, source)
+            return device.widen(destination, source)
         pieces = zip(destination.chunk(self.count), source.chunk(self.count), strict=True)
         return sum(
-            future.result() for future in [self._pool.submit(kernel.widen, *piece) for piece in pieces]
+            future.result() for future in [self._pool.submit(device.widen, *piece) for piece in pieces]
         )
 
     def close(self) -> None:
@@ -242,12 +241,12 @@ class DestinationPath(GradientPath):
         if not self.device.shares_host_memory:
             return super().offload_with_norm(source, destination)
         if self._scratch is None:
-            squares = self.threads.widen(destination, source)
+            squares = self.threads.widen(self.device, destination, source)
         else:
             squares = 0.0
             for low, fp32 in _chunks(source, destination, self.buffer_elements):
                 scratch = self._scratch[: low.numel()]
-                squares += kernel.widen(scratch, low)
+                squares += self.device.widen(scratch, low)
                 self.device.d2h(fp32, scratch)
         return torch.tensor(math.sqrt(squares), dtype=torch.float64, device="cpu")
 
@@ -445,6 +444,14 @@ class StockPath(ABC):
     @abstractmethod
     def offload(self, source: Tensor, destination: Tensor) -> None:
         """Queue or do one partition, as that DeepSpeed does."""
+
+    def offload_with_norm(self, source: Tensor, destination: Tensor) -> Tensor:
+        """The norm first, through a fresh fp64 temporary (`_constant_buffered_norm2`), then `offload`."""
+        wide = self.device.empty(source.numel(), torch.float64)
+        self.device.cast(wide, source)
+        norm = self.device.norm(wide)
+        self.offload(source, destination)
+        return norm
 
     def drain(self) -> None:
         """The stream's end, as the epilogue waits for it."""

@@ -28,8 +28,8 @@ _SQUARE = 1024
 class Offload(Protocol):
     """What a trial times: one of our paths, or one of DeepSpeed's sequences."""
 
-    def offload(self, source: Tensor, destination: Tensor) -> None:
-        """Queue one partition."""
+    def offload_with_norm(self, source: Tensor, destination: Tensor) -> Tensor:
+        """Queue one partition, and give its 2-norm."""
 
     def drain(self) -> None:
         """Return when all destinations hold their values."""
@@ -156,7 +156,7 @@ class Bench:
                 self._compute.queue(index)
                 self.device.order_after(self._side, self.device.record_event())
             with self.device.on(self._side):
-                path.offload(source, destination)
+                path.offload_with_norm(source, destination)
         with self.device.on(self._side):
             path.drain()
 

@@ -23,6 +23,10 @@ _TIE = 0.02
 _FAR = 2.0
 """Who takes more than this many times the best is not told apart by the noise, and does not add to it."""
 
+_FEW_ROUNDS = 3
+_UNREPEATED = 0.25
+"""Taken for the noise of two entrants that ran in fewer rounds together than that: it cannot be seen."""
+
 _NOT_HERE = "page-locked memory is not on offer here"
 _PINS = {"direct": 0, "staged": 1, "pinned": 2}
 _OUT_OF_TIME = "not tried: out of time"
@@ -87,7 +91,7 @@ class Verdict:
         rivals: list[Entrant[Any]] = [*outcome.finalists, outcome.installed]
         self.noise = max(_TIE, *(self._noise(self.best, e) for e in rivals))
         self.near = [e for e in outcome.finalists if self._ratio(e, self.best) <= 1 + self.noise]
-        self.chosen = min(self.near, key=_modesty)
+        self.chosen = self._by_tie_rule()
         self.keeps_own = steer.path == "deepspeed" or not outcome.installed.timed
         self.gain = 1.0 if self.keeps_own else self._ratio(outcome.installed, self.chosen)
 
@@ -121,6 +125,16 @@ class Verdict:
             warnings=tuple(self._warnings(choice)),
         )
 
+    def _by_tie_rule(self) -> Entrant[Candidate]:
+        """Within the noise, the path that pins less; of its own, within the least tie, the smaller buffers.
+
+        Two of one path pin alike: to give up the noise between them as well would buy nothing.
+        """
+        path = min((e.record.path for e in self.near), key=_PINS.__getitem__)
+        same = [e for e in self.near if e.record.path == path]
+        fastest = min(same, key=lambda e: e.median)
+        return min((e for e in same if self._ratio(e, fastest) <= 1 + _TIE), key=_modesty)
+
     # -- comparing --
 
     def _counted(self, seconds: float) -> float:
@@ -137,8 +151,10 @@ class Verdict:
         """
         pairs = zip(one.seconds, other.seconds, strict=False)
         ratios = [self._counted(b) / self._counted(a) for a, b in pairs]
-        if other is one or len(ratios) < 2 or self._ratio(other, one) > _FAR:
+        if other is one or not other.timed or self._ratio(other, one) > _FAR:
             return 0.0
+        if len(ratios) < _FEW_ROUNDS:
+            return _UNREPEATED
         error = 1.253 * interquartile_range(ratios) / 1.349 / math.sqrt(len(ratios))
         return 1.96 * error / statistics.median(ratios)
 
@@ -263,10 +279,10 @@ class Verdict:
             )
 
 
-def _modesty(entrant: Entrant[Candidate]) -> tuple[int, int, int, float]:
-    """What pins less first, then the smaller buffers, then the fewer threads, then the faster."""
+def _modesty(entrant: Entrant[Candidate]) -> tuple[int, int, float]:
+    """The smaller buffers first, then the fewer threads, then the faster."""
     c = entrant.record
-    return _PINS[c.path], c.buffer_bytes * c.buffer_count, c.host_threads, entrant.median
+    return c.buffer_bytes * c.buffer_count, c.host_threads, entrant.median
 
 
 def _reported(entrant: Entrant[Candidate]) -> Candidate:

@@ -239,6 +239,18 @@ def test_a_near_tie_within_a_path_goes_to_the_smaller_buffers(stage: Stage) -> N
     assert not decision.choice.tie
 
 
+def test_noise_between_paths_costs_nothing_within_one(stage: Stage) -> None:
+    """Loud trials let the path that pins less win, but of that path still the fastest."""
+    threads = {0: 1.1, 1: 1.0, 4: 1.3}
+    stage.script = lambda record: (
+        threads[record.host_threads] if isinstance(record, Candidate) and record.path == "direct" else 0.99
+    )
+    stage.jitter = (1.0, 1.6, 0.7, 1.3, 0.9)
+    choice = stage.run(steer=Settings(cast="host"), seconds=10.0).choice
+    assert choice.noise > 0.02
+    assert (choice.path, choice.host_threads) == ("direct", 1)
+
+
 def test_noise_widens_the_tie(stage: Stage) -> None:
     """What differs by 5 % is told apart in quiet trials and not in loud ones; the noise is in the choice."""
     stage.script = by_path(direct=1.05, pinned=1.0, staged=2.0, own=2.0)
@@ -572,6 +584,24 @@ def test_progress_rises_within_the_trials(stage: Stage) -> None:
     seen: list[float] = []
     stage.run(progress=lambda what, done: seen.append(done))
     assert seen == sorted(seen) and seen[0] == 0.0 and 0.4 < seen[-1] < 1.0
+
+
+def test_what_ran_too_rarely_to_show_its_noise_is_not_told_apart_finely(stage: Stage) -> None:
+    """One round each: 15 % between two paths is no difference then, and the noise says so."""
+    stage.script = by_path(direct=1.15, pinned=1.0, staged=1.1, own=1.2)
+    stage.pass_seconds = 0.5
+    choice = stage.run(seconds=4.0).choice
+    assert choice.noise == 0.25
+    assert not choice.beats_deepspeed
+
+
+def test_bytes_are_checked_once(stage: Stage) -> None:
+    """Later starts of the same candidate only warm up."""
+    checked: list[Record] = []
+    stage.check = checked.append
+    stage.run()
+    assert len({str(record) for record in checked}) == len(checked)
+    assert len(checked) < len(stage.paths)
 
 
 # -- the search -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from autotune_offload.measure import (
     Sampled,
     _Session,
     check_synchronize,
+    curve,
     interquartile_range,
     measure,
     pin_cost,
@@ -189,15 +191,29 @@ def test_one_flipped_byte_is_found(kind: str, memory: str) -> None:
         measured(device)
 
 
-def test_a_copy_that_does_nothing_is_found() -> None:
-    """The check overwrites the destination first, so old values do not pass for new ones."""
+class Idle(DeferredDevice):
+    """One kind of copy does nothing but for the very first, which fills the buffers."""
 
-    class Idle(DeferredDevice):
-        def h2h(self, destination: Tensor, source: Tensor) -> None:
-            pass
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.idle_call, self.first = call, True
 
-    with pytest.raises(MeasurementError, match="h2h pinned warm of 4,096 bytes"):
-        measured(Idle())
+    def _queue(self, call: str, work: Callable[[], object], *, blocking: bool = False) -> None:
+        idle = call == self.idle_call and not self.first
+        self.first = self.first and call != "h2d"
+        super()._queue(call, (lambda: None) if idle else work, blocking=blocking)
+
+    def h2h(self, destination: Tensor, source: Tensor) -> None:
+        """Copies, or not."""
+        if self.idle_call != "h2h":
+            super().h2h(destination, source)
+
+
+@pytest.mark.parametrize("kind", ["d2h", "h2d", "h2h"])
+def test_a_copy_that_does_nothing_is_found(kind: str) -> None:
+    """The check overwrites the destination first, so that old values do not pass for new ones."""
+    with pytest.raises(MeasurementError, match=rf"{kind} \w+ warm of 4,096 bytes"):
+        measured(Idle(kind))
 
 
 def test_growth_by_three_checks_the_right_bytes() -> None:
@@ -207,6 +223,26 @@ def test_growth_by_three_checks_the_right_bytes() -> None:
         device, replace(PLAN, growth=3, pin_cap_bytes=1 << 18, budget_seconds=2.5, max_samples=3)
     ).transfers
     assert any(point.bytes == 4096 * 9 for point in points)
+
+
+def test_a_curve_alone_is_the_one_of_the_whole_measurement() -> None:
+    """The same sizes, threads and memory, without the others; pinned memory is given back."""
+    device = DeferredDevice()
+    plan = replace(PLAN, budget_seconds=2.0, max_samples=3)
+    points = curve(device, plan, kind="d2h", memory="pinned", cache_bytes=MIB, memory_bytes=64 * MIB)
+    assert {(p.kind, p.memory, p.state, p.threads) for p in points} == {("d2h", "pinned", "warm", 0)}
+    assert points[0].bytes == PLAN.smallest_bytes
+    assert not device.pinned
+    [single] = curve(
+        cpu(),
+        replace(plan, largest_bytes=4096),
+        kind="h2h",
+        state="cold",
+        threads=1,
+        cache_bytes=MIB,
+        memory_bytes=64 * MIB,
+    )
+    assert (single.state, single.threads, single.bytes) == ("cold", 1, 4096)
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -527,6 +563,12 @@ def test_a_busy_host_does_not_take_more_than_its_share() -> None:
     assert stability([point] * 4)[0].startswith("unsteady")
 
 
+def test_a_host_that_becomes_busy_is_sampled_with_fewer_repeats() -> None:
+    """An operation of a microsecond that is 7 ms long from now on is no longer repeated 50 times a sample."""
+    result, _ = sampled(PLAN, lambda n: 7e-3 if n else 1e-6, share_seconds=1.0)
+    assert len(result.seconds) >= 2 * PLAN.min_samples
+
+
 @given(
     each=st.lists(st.floats(1e-7, 1e-2), min_size=1, max_size=20),
     share=st.floats(1e-3, 1.0),
@@ -537,6 +579,20 @@ def test_sampling_keeps_its_share_whatever_operations_take(each: list[float], sh
     assert 1 <= len(result.seconds) <= PLAN.max_samples
     longest_sample = 64 * max(each)
     assert seconds <= 2 * share + longest_sample + max(each)
+
+
+def test_sizes_that_would_not_fit_the_time_are_left_out() -> None:
+    """On a machine of a megabyte a second the curve ends early, and what it has is within its time."""
+
+    class Slow(Clock):
+        def h2h(self, destination: Tensor, source: Tensor) -> None:
+            super().h2h(destination, source)
+            self.seconds += destination.nbytes * 1e-6
+
+    device = Slow()
+    points = curve(device, PLAN, kind="h2h", cache_bytes=MIB, memory_bytes=64 * MIB)
+    assert [point.bytes for point in points] == [4096, 16384]
+    assert device.seconds <= PLAN.budget_seconds * PLAN.measure_share * 1.2
 
 
 # -- verdict --------------------------------------------------------------------------------------

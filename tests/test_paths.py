@@ -308,12 +308,13 @@ def torch_threads_of_a_new_thread() -> int:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_host_threads_are_single_threaded_and_leave_no_trace(count: int) -> None:
     """Each runs torch on one thread; the caller's number, and a later thread's, are what they were."""
-    before, of_new = torch.get_num_threads(), torch_threads_of_a_new_thread()
+    before = torch.get_num_threads()
+    assert torch_threads_of_a_new_thread() == before  # no earlier path left a trace
     threads = HostThreads(count)
     try:
         assert len(own_threads()) == count
         assert torch.get_num_threads() == before
-        assert torch_threads_of_a_new_thread() == of_new
+        assert torch_threads_of_a_new_thread() == before
         seen: list[int] = []
         for future in [threads.submit(lambda: seen.append(torch.get_num_threads())) for _ in range(20)]:
             assert future is not None

@@ -125,16 +125,17 @@ class Spoiled:
     def __init__(self, device: Device, fault: str) -> None:
         self.device, self.fault, self.passes = device, fault, 0
 
-    def offload(self, source: Tensor, destination: Tensor) -> None:
+    def offload_with_norm(self, source: Tensor, destination: Tensor) -> Tensor:
         """One element short of right."""
         if self.fault == "drops one":
             self.device.d2h(destination[:-1], source[:-1])
-            return
+            return self.device.norm(source)
         self.device.d2h(destination, source)
         if self.fault == "wrong sign of zero":
             destination[destination == 0] = -0.0
         if self.fault == "one bit":
             destination.view(torch.int32)[0] ^= 1
+        return self.device.norm(source)
 
     def drain(self) -> None:
         """Nothing is in the air."""
@@ -199,10 +200,10 @@ class Clock(FakeAcceleratorDevice):
         """The clock."""
         return self.seconds
 
-    def h2h(self, destination: Tensor, source: Tensor) -> None:
-        """A copy that takes time."""
-        super().h2h(destination, source)
+    def widen(self, destination: Tensor, source: Tensor) -> float:
+        """A pass that takes time."""
         self.seconds += destination.numel() * 1e-9
+        return super().widen(destination, source)
 
 
 @pytest.mark.parametrize("most", [1_000, 20_000, 10_000_000])
