@@ -7,18 +7,16 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import yaml
 
 from autotune_offload import host
 from autotune_offload import workload as workloads
-from autotune_offload.decide import decide
 from autotune_offload.device import AcceleratorDevice
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import BudgetError, ConfigError
-from autotune_offload.measure import Progress, measure
 from autotune_offload.records import (
     SCHEMA,
     DeviceIdentity,
@@ -33,6 +31,9 @@ from autotune_offload.records import (
 from autotune_offload.shipped import config_file
 from autotune_offload.store import Miss, Store
 from autotune_offload.zero3 import parse_version, written_keys
+
+if TYPE_CHECKING:
+    from autotune_offload.measure import Progress
 
 WORKLOAD_FIELD = "workload"
 """The fingerprint's field that a lookup leaves out while the model is not known yet."""
@@ -91,8 +92,12 @@ def probe(
         DeviceError: DeepSpeed's accelerator cannot be loaded or used.
         MeasurementError: copies or timings that cannot be trusted.
     """
-    import optuna  # noqa: F401  # its import is not the budget's
+    # here, so that a start with a stored profile loads none of it, and the imports are not the budget's
+    import optuna  # noqa: F401
     import torch
+
+    from autotune_offload.decide import decide
+    from autotune_offload.measure import measure
 
     device = device or AcceleratorDevice()
     steer = settings or Settings()

@@ -208,5 +208,7 @@ def _whole(amounts: Sequence[float]) -> list[int]:
 
 def _gradient_values(elements: int, dtype: torch.dtype) -> Tensor:
     """Finite values of both signs and many exponents, the same in every run; none is NaN."""
-    codes = torch.arange(elements, dtype=torch.int32, device="cpu")
-    return ((codes % 2003 - 1001).to(torch.float32) * 2.0**-12).to(dtype)
+    period = 2003
+    codes = torch.arange(period, dtype=torch.float32, device="cpu") - period // 2
+    values = (codes * 2.0**-12).to(dtype)
+    return values.repeat(-(-elements // period))[:elements]

@@ -57,7 +57,8 @@ NEIGHBOURS = {
 the decision is spread over modules."""
 HEAVY = {"torch", "deepspeed", "optuna"}
 HEAVY_AT_TOP = {
-    module: {"torch"} for module in ("kernel", "verify", "device", "measure", "paths", "simulated", "trials")
+    module: {"torch"}
+    for module in ("kernel", "attach", "verify", "device", "measure", "paths", "simulated", "trials")
 }
 """The modules that cannot work without a heavy library, and which one each of them may load at once."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autotune_offload import host, probing
+from autotune_offload import decide, host, measure, probing
 from autotune_offload.device import AcceleratorDevice
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import BudgetError, ConfigError
@@ -221,8 +221,8 @@ def test_an_interrupt_leaves_device_and_collector_as_they_were(
         raise error
 
     if stage == "decide":
-        monkeypatch.setattr(probing, "measure", lambda *args, **kwargs: None)
-    monkeypatch.setattr(probing, stage, fail)
+        monkeypatch.setattr(measure, "measure", lambda *args, **kwargs: None)
+    monkeypatch.setattr({"measure": measure, "decide": decide}[stage], stage, fail)
     device = Selected()
     before = gc.isenabled()
     try:

@@ -282,6 +282,7 @@ def test_compute_goes_before_each_gradient_and_the_side_stream_waits_for_it() ->
         ("matmul", "default", "queued"),
         ("record_event", "default"),
         ("wait_event", "stream 1", "default"),
+        ("norm", "stream 1", "queued"),
         ("d2h", "stream 1", "blocking"),
     ]
     assert [entry for entry in device.log if entry[0] != "h2h"] == one * 3
