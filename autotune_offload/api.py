@@ -60,11 +60,11 @@ class Report:
             return ["autotune-offload: the configuration is unchanged"]
         choice = self.profile.choice
         words = f"path {choice.path}, cast on the {choice.cast}"
-        lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self._carrier()}", "why:"]
+        lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self.carrier()}", "why:"]
         return lines + [f"  - {reason}" for reason in choice.reasons]
 
-    def _carrier(self) -> str:
-        """By whom gradients are moved, and what is known of it so far."""
+    def carrier(self) -> str:
+        """By whom gradients are moved, and what is known of it so far, in a few words."""
         if self.path is None:
             return "by DeepSpeed's own code, with the keys below"
         if self.path.why_not is not None:

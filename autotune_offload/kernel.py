@@ -7,6 +7,7 @@ C compiler, those three run in pieces that stay in the cache, which takes about 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,6 +15,7 @@ import logging
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -30,6 +32,8 @@ _COMPILE_SECONDS = 60
 _PIECE_ELEMENTS = 1 << 17
 """512 KiB of fp32 and 1 MiB of fp64: a piece and its squares stay in a level-2 cache or just beyond."""
 
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
 _log = logging.getLogger(__name__)
 
 OnePass = Callable[[Tensor, Tensor], float]
@@ -41,8 +45,25 @@ def widen(destination: Tensor, source: Tensor) -> float:
     Args:
         destination: host memory, shape (n,), float32, contiguous.
         source: host memory, shape (n,), bfloat16, float16 or float32, contiguous, no overlap.
+
+    Raises:
+        ValueError: tensors that are not like that; the compiled pass would write past their end.
     """
+    if not (_plain(destination) and _plain(source)) or destination.dtype != torch.float32:
+        raise ValueError(
+            f"expected contiguous host memory and an fp32 destination, found {_form(destination, source)}"
+        )
+    if destination.numel() != source.numel():
+        raise ValueError(f"expected as many elements on both sides, found {_form(destination, source)}")
     return _one_pass(source.dtype)(destination, source)
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def _form(*tensors: Tensor) -> str:
+    return " from ".join(f"{t.dtype} {tuple(t.shape)}, strides {t.stride()}, on {t.device}" for t in tensors)
 
 
 def why_not_fused(dtype: torch.dtype) -> str | None:
@@ -114,16 +135,21 @@ def _built() -> Path:
 def _private_folder() -> Path:
     """A folder that only this user can write to, since code is loaded from it; a new one if need be."""
     folder = folders.kernels()
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
+        if _only_ours(folder) and os.access(folder, os.W_OK):
             return folder
-    except OSError:
-        pass
     temporary = tempfile.mkdtemp(prefix="autotune-offload-")
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return Path(temporary)
+
+
+def _only_ours(folder: Path) -> bool:
+    """Whether nobody else can put a file into the folder, or another folder into its place."""
+    found, above = folder.lstat(), folder.parent.stat()
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _OTHERS_WRITE
+    kept = not above.st_mode & stat.S_IWOTH or above.st_mode & stat.S_ISVTX  # many a umask leaves the group in
+    return bool(own and kept and above.st_uid in {os.getuid(), 0})
 
 
 def _compile(compiler: list[str], built: Path) -> None:

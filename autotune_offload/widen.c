@@ -1,6 +1,7 @@
 /* One pass over a gradient partition: widen to fp32 and sum the squares in fp64.
  *
- * Sixteen partial sums let the compiler keep them in vector registers. The square of an fp32 value is
+ * Sixteen partial sums let the compiler keep them in vector registers; they are added up every BLOCK
+ * elements, so that rounding does not pile up along a large partition. The square of an fp32 value is
  * exact in fp64 (24 + 24 bits in 53), so that only the additions round. `restrict` is the caller's
  * promise that source and destination do not overlap.
  */
@@ -9,9 +10,10 @@
 #include <string.h>
 
 #define LANES 16
+#define BLOCK 4096
 
 #define ONE_PASS(NAME, FROM, WIDEN)                                                     \
-    double NAME(float *restrict to, const FROM *restrict from, ptrdiff_t count)         \
+    static double NAME##_block(float *restrict to, const FROM *restrict from, ptrdiff_t count) \
     {                                                                                   \
         double sums[LANES] = {0};                                                       \
         ptrdiff_t whole = count - count % LANES;                                        \
@@ -35,6 +37,16 @@
         double total = 0;                                                               \
         for (int lane = 0; lane < LANES; lane++)                                        \
             total += sums[lane];                                                        \
+        return total;                                                                   \
+    }                                                                                   \
+                                                                                        \
+    double NAME(float *restrict to, const FROM *restrict from, ptrdiff_t count)         \
+    {                                                                                   \
+        double total = 0;                                                               \
+        for (ptrdiff_t start = 0; start < count; start += BLOCK) {                      \
+            ptrdiff_t left = count - start;                                             \
+            total += NAME##_block(to + start, from + start, left < BLOCK ? left : BLOCK); \
+        }                                                                               \
         return total;                                                                   \
     }
 

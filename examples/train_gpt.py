@@ -180,6 +180,8 @@ def main() -> int:
             f"{parameters / 1e6:.1f}M parameters, {options.steps} steps, {seconds:.2f} s a step:"
             f" loss {losses[0]:.9g} -> {losses[-1]:.9g}"
         )
+        if not options.stock:
+            print(f"gradients: carried out {autotune_offload.report(engine).carrier()}")
     engine.destroy()
     return 0 if losses[-1] < losses[0] else 1
 

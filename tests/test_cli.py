@@ -882,7 +882,8 @@ def test_the_fewest_steps_are_those_of_the_comparison() -> None:
 @pytest.mark.slow
 def test_verify_trains_for_real(tmp_path: Path) -> None:
     """A child process trains both variants, and stdout holds the document alone."""
-    path = Store(tmp_path).save(make_profile())
+    choice = make_choice(path="direct", cast="host", buffer_count=1)
+    path = Store(tmp_path).save(make_profile(choice=choice))
     arguments = ("--profile", str(path), "--params", "100k", "--steps", "6", "--warmup", "1", "--json")
     command = [sys.executable, "-m", "autotune_offload", "verify", *arguments]
     done = subprocess.run(

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,7 +144,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape kept."""
-        return x + self.down(torch.relu(self.up(x)))
+        change: Tensor = self.down(torch.relu(self.up(x)))
+        return x + change
 
 
 class Model(nn.Module):
@@ -161,7 +163,6 @@ class Model(nn.Module):
     def forward(self, x: Tensor, everything: bool) -> Tensor:
         """Shape (rows, 1)."""
         x = self.first(x)
-        block: nn.Module
         for block in self.blocks:
             if self.checkpointing == "none":
                 x = block(x)
@@ -198,6 +199,8 @@ def config(case: Case) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 0,
         },
     }
+    if case.habit == "offload_states":
+        del settings["zero_optimization"]["offload_param"]
     if case.habit == "unmanaged":
         settings["managed_gradient_accumulation"] = False
     return settings
@@ -246,7 +249,7 @@ class Trace:
         self.see(f"overflow, {where}", bool(z.overflow))
         self.see(f"loss scale, {where}", float(z.loss_scale))
         self.see(f"skipped steps, {where}", int(engine.skipped_steps))
-        self.see(f"master weights, {where}", digest(z.fp32_partitioned_groups_flat))
+        self.see(f"master weights, {where}", digest(weights(engine)))
         norm = engine.get_global_grad_norm()
         if norm is not None:
             self.norms.append((f"global norm, {where}", float(norm)))
@@ -266,6 +269,16 @@ class Trace:
             if not same and not abs(norm - another) <= NORM_TOLERANCE * abs(norm):
                 return f"{what}: {norm!r}, then {another!r}"
         return None
+
+
+def weights(engine: Any) -> Iterator[Tensor]:
+    """This rank's master weights, without the padding at a parameter's end, which is never initialised."""
+    z, rank = engine.optimizer, int(os.environ.get("RANK", "0"))
+    for group in z.fp16_groups:
+        for parameter in group:
+            number, offset, length = z.grad_position[z.get_param_id(parameter)]
+            real = min(length, max(0, parameter.ds_numel - rank * parameter.partition_numel()))
+            yield z.fp32_partitioned_groups_flat[number].narrow(0, offset, real)
 
 
 def digest(tensors: Any) -> str:
@@ -396,12 +409,71 @@ class Coming(Loop):
             attach(self.engine, self.attached)  # type: ignore[arg-type]  # plain fields, not literals
 
 
+class OffloadStates(Loop):
+    """The accumulation buffer leaves and comes back, between backward and step and between steps."""
+
+    def step(self, step: int) -> None:
+        """Then once more after the step."""
+        super().step(step)
+        if step % 4 == 3:
+            self.away_and_back()
+
+    def seen(self, step: int) -> None:
+        """And accumulates onto what came back."""
+        super().seen(step)
+        if step % 3 == 2:
+            self.away_and_back()
+            self.backward(step, self.case.accumulation - 1)
+            super().seen(step)
+
+    def away_and_back(self) -> None:
+        """0.15.4 and newer."""
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+        self.engine.offload_states(include=[OffloadStateTypeEnum.lp_grads])
+        self.engine.reload_states()
+
+
+class Coalesced(Loop):
+    """Gradients of a whole window are reduced at once, in 0.19.4 and newer."""
+
+    def step(self, step: int) -> None:
+        """Two micro-batches in every other window."""
+        if step % 2:
+            return super().step(step)
+        with self.engine.coalesce_grad_reduction():
+            for micro_step in range(2):
+                self.backward(step, micro_step)
+        self.seen(step)
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.step()
+        self.engine._is_gradient_accumulation_boundary = None
+        self.trace.after_step(self.engine, f"step {step}")
+
+
+class Checkpoint(Loop):
+    """Saves, goes on, and returns to what was saved."""
+
+    def step(self, step: int) -> None:
+        """Saved twice, loaded once."""
+        if step in {5, 10}:
+            with tempfile.TemporaryDirectory() as folder:
+                self.engine.save_checkpoint(folder, tag="kept")
+                if step == 10:
+                    super().step(step)
+                    self.engine.load_checkpoint(folder, tag="kept")
+        super().step(step)
+
+
 HABITS: dict[str, type[Loop]] = {
     "plain": Loop,
     "safe_set": SafeSet,
     "no_step": NoStep,
     "by_hand": ByHand,
     "unmanaged": Unmanaged,
+    "offload_states": OffloadStates,
+    "coalesced": Coalesced,
+    "checkpoint": Checkpoint,
     "coming_and_going": Coming,
 }
 
@@ -482,6 +554,7 @@ def started() -> Iterator[None]:
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True
     deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    gc.freeze()  # older versions collect garbage ten times an engine, through all that was imported
     try:
         yield
     finally:
