@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autotune_offload
+
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "bf16": {"enabled": True},
@@ -117,8 +119,6 @@ def start(model: nn.Module, config: dict[str, Any] | str, *, stock: bool, show: 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if stock:
         return deepspeed.initialize(model=model, config=config)[0]
-
-    import autotune_offload
 
     engine, *_ = autotune_offload.initialize(model=model, config=config)
     if show and engine.global_rank == 0:

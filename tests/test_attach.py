@@ -1,0 +1,744 @@
+"""A path in the running optimizer: the same bits as DeepSpeed's own code, and out of the way when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autotune_offload import attach as module
+from autotune_offload.attach import Status, attach, detach, status, why_not_attachable
+from autotune_offload.device import AcceleratorDevice, Device
+from autotune_offload.errors import DeviceError, PinError
+from autotune_offload.paths import DestinationPath, GradientPath, StagedPath
+from autotune_offload.records import Candidate
+from tests.fakes import DeferredDevice, FakeAccelerator
+from tests.matrix.__main__ import GROUPS, Result, run
+
+# -- real training --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[Result]:
+    """Every case of the matrix on the DeepSpeed that is installed, with DeepSpeed's own code and with a path."""
+    return run(None, GROUPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_training_is_the_same_to_the_bit(trained: list[Result], group: str) -> None:
+    """Gradients, master weights, losses, overflows and loss scales over 20 steps; norms to 1e-12."""
+    mine = [result for result in trained if result["group"] == group]
+    assert len(mine) >= 4
+    assert [(result["case"], result["difference"]) for result in mine if result["difference"]] == []
+    assert [(result["case"], result["stock_failed"]) for result in mine if result["stock_failed"]] == []
+
+
+@pytest.mark.slow
+def test_the_forced_overflows_happened(trained: list[Result]) -> None:
+    """In one rank and in two, several steps were skipped."""
+    forced = [result for result in trained if "overflow" in result["case"]]
+    assert len(forced) == 4 and all(result["overflows"] > 2 for result in forced)
+
+
+# -- an optimizer as DeepSpeed has it, without DeepSpeed ------------------------------------------
+
+DTYPE = torch.bfloat16
+SIZES = (5, 300, 4096)
+
+
+class Parameter:
+    """What `partition_grads` reads of a parameter."""
+
+    def __init__(self, ds_id: int, size: int) -> None:
+        self.ds_id, self.ds_numel = ds_id, size
+        self.grad: Tensor | None = None
+
+    def partition_numel(self) -> int:
+        return self.ds_numel
+
+
+class DeepSpeedZeroOptimizer_Stage3:
+    """The gradient side of the real one, one rank, in the order of its source (0.19.4, one group)."""
+
+    def __init__(self, *, dtype: torch.dtype = DTYPE, sizes: tuple[int, ...] = SIZES) -> None:
+        self.offload_optimizer = True
+        self.dtype = self.gradient_accumulation_dtype = dtype
+        self.parameters = [Parameter(number, size) for number, size in enumerate(sizes)]
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        self.grad_position = {n: [0, starts[n], size] for n, size in enumerate(sizes)}
+        self.norm_for_param_grads: dict[int, Tensor] = {}
+        self.fp32_partitioned_groups_flat = [SimpleNamespace(grad=torch.zeros(sum(sizes)))]
+        self.buffer = torch.zeros(sum(sizes), dtype=dtype)
+        views = {n: self.buffer.narrow(0, starts[n], size) for n, size in enumerate(sizes)}
+        setattr(self, module._LOW_PRECISION, views)
+        self.micro_step_id = 0
+        self.is_gradient_accumulation_boundary = True
+        self.swappable = False
+        self.destroyed = 0
+
+    def get_param_id(self, param: Parameter) -> int:
+        return param.ds_id
+
+    def _get_param_partition_rank(self, param: Parameter) -> int:
+        return 0
+
+    def _swappable_optimizer_subgroup(self, group: int) -> bool:
+        return self.swappable
+
+    def _constant_buffered_norm2(self, value: Tensor) -> Tensor:
+        return value.double().norm(2)
+
+    def partition_grads(self, params: list[Parameter], gradients: list[Tensor]) -> list[Tensor]:
+        buffers = []
+        for param, gradient in zip(params, gradients, strict=True):
+            low = getattr(self, module._LOW_PRECISION)[param.ds_id]
+            buffers.append(low)
+            if self.micro_step_id == 0:
+                low.copy_(gradient)
+            else:
+                low.add_(gradient)
+            if self.is_gradient_accumulation_boundary:
+                _, offset, size = self.grad_position[param.ds_id]
+                self.norm_for_param_grads[param.ds_id] = self._constant_buffered_norm2(low)
+                self.fp32_partitioned_groups_flat[0].grad.narrow(0, offset, size).copy_(low)
+            param.grad = None
+        return buffers
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        self.micro_step_id += 1
+
+    def set_fp32_grad_for_param(self, value: float, param: Parameter) -> None:
+        _, offset, size = self.grad_position[param.ds_id]
+        self.fp32_partitioned_groups_flat[0].grad.narrow(0, offset, size).fill_(value)
+
+    def destroy(self) -> None:
+        self.destroyed += 1
+
+    def step(self) -> None:
+        """As clipping leaves it: the gradient is no longer what was accumulated."""
+        self.fp32_partitioned_groups_flat[0].grad.mul_(0.5)
+        self.micro_step_id = 0
+
+
+DeepSpeedZeroOptimizer_Stage3.__module__ = "deepspeed.runtime.zero.stage3"
+
+
+class Engine:
+    """What is read of a DeepSpeedEngine."""
+
+    def __init__(self, accumulation: int = 1, **optimizer: Any) -> None:
+        self.optimizer = DeepSpeedZeroOptimizer_Stage3(**optimizer)
+        self.accumulation = accumulation
+        self._is_gradient_accumulation_boundary: bool | None = None
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.accumulation
+
+    def backward(self, gradients: list[Tensor], boundary: bool = True, calls: int = 2) -> list[Tensor]:
+        """One backward pass, its gradients in `calls` buckets; returns the views that DeepSpeed was given."""
+        z = self.optimizer
+        z.is_gradient_accumulation_boundary = boundary
+        buffers: list[Tensor] = []
+        for number in range(calls):
+            bucket = [gradient.clone() for gradient in gradients]
+            share = slice(number, None, calls)
+            for param, gradient in zip(z.parameters[share], bucket[share], strict=True):
+                param.grad = gradient
+            buffers += z.partition_grads(z.parameters[share], bucket[share])
+            if number < calls - 1:
+                self.overwrite(bucket)
+        z.independent_gradient_partition_epilogue()
+        return buffers
+
+    def overwrite(self, bucket: list[Tensor]) -> None:
+        """The next bucket uses the same memory, in stream order."""
+        device = getattr(self, "device", None)
+        if device is not None:
+            device._queue("reuse", lambda: [gradient.fill_(float("nan")) for gradient in bucket])
+
+
+def gradients(seed: int, dtype: torch.dtype = DTYPE) -> list[Tensor]:
+    """One a parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+
+
+def candidate(**changes: Any) -> Candidate:
+    """A path with buffers smaller than the partitions."""
+    fields = {"path": "direct", "cast": "host", "buffer_bytes": 1024, "buffer_count": 2, "host_threads": 0}
+    return Candidate(**{**fields, **changes})
+
+
+def host() -> AcceleratorDevice:
+    """The CPU accelerator."""
+    return AcceleratorDevice(FakeAccelerator("cpu"))
+
+
+def state(engine: Engine) -> tuple[list[int], list[int], list[float]]:
+    """Bits of the fp32 gradient and of the accumulation buffer, and the norms."""
+    z = engine.optimizer
+    word = {2: torch.int16, 4: torch.int32}[z.buffer.element_size()]
+    return (
+        z.fp32_partitioned_groups_flat[0].grad.view(torch.int32).tolist(),
+        z.buffer.view(word).tolist(),
+        [float(norm) for _, norm in sorted(z.norm_for_param_grads.items())],
+    )
+
+
+def assert_same(engine: Engine, stock: Engine, *, buffer: bool = True) -> None:
+    """The same bits; norms as close as two orders of addition come."""
+    fp32, low, norms = state(engine)
+    expected_fp32, expected_low, expected_norms = state(stock)
+    assert fp32 == expected_fp32
+    assert norms == pytest.approx(expected_norms, rel=1e-13)
+    assert low == expected_low or not buffer
+
+
+def attached(
+    engine: Engine, spec: Candidate | None = None, device: Device | None = None, **options: Any
+) -> Status:
+    """A status that says the path is in."""
+    found = attach(engine, spec or candidate(), device or host(), **options)
+    assert found.why_not is None
+    return found
+
+
+@contextlib.contextmanager
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """What is warned about inside."""
+    caplog.clear()
+    messages: list[str] = []
+    with caplog.at_level(logging.WARNING, logger="autotune_offload"):
+        yield messages
+    messages += [record.getMessage() for record in caplog.records]
+
+
+# -- putting it in and taking it out --------------------------------------------------------------
+
+
+def test_detach_leaves_the_optimizer_as_it_was() -> None:
+    """Nothing more in its instance, nothing less, and its own methods again."""
+    engine = Engine()
+    before = dict(vars(engine.optimizer))
+    attached(engine)
+    assert vars(engine.optimizer).keys() - before.keys() == {
+        "partition_grads", "independent_gradient_partition_epilogue", "destroy", "set_fp32_grad_for_param",
+    }  # fmt: skip
+    assert detach(engine)
+    assert vars(engine.optimizer) == before
+    assert not detach(engine)
+
+
+def test_attaching_again_replaces_the_path() -> None:
+    """The first path's threads end; one detach is enough afterwards."""
+    engine, before = Engine(), threading.active_count()
+    attached(engine, candidate(host_threads=3))
+    assert threading.active_count() == before + 3
+    second = attached(engine, candidate(host_threads=1))
+    assert threading.active_count() == before + 1
+    assert status(engine) is second
+    assert detach(engine) and status(engine) is None
+    assert "partition_grads" not in vars(engine.optimizer)
+
+
+def test_two_engines_do_not_disturb_each_other() -> None:
+    """Each has its own path, threads and status."""
+    one, other, stock = Engine(), Engine(), Engine()
+    first, second = attached(one), attached(other, candidate(host_threads=2))
+    one.backward(gradients(1))
+    detach(one)
+    other.backward(gradients(1))
+    stock.backward(gradients(1))
+    assert_same(one, stock)
+    assert_same(other, stock, buffer=False)
+    assert status(other) is second and first is not second
+    detach(other)
+
+
+def test_a_wrapper_of_somebody_else_survives_detaching() -> None:
+    """It goes on to DeepSpeed's own code, and may put our method back without harm."""
+    engine, stock = Engine(), Engine()
+    attached(engine)
+    ours, calls = engine.optimizer.partition_grads, []
+
+    def wrapper(*args: Any) -> Any:
+        calls.append(args)
+        return ours(*args)
+
+    engine.optimizer.partition_grads = wrapper  # type: ignore[method-assign]
+    assert detach(engine)
+    assert vars(engine.optimizer)["partition_grads"] is wrapper
+    engine.backward(gradients(1))
+    engine.optimizer.partition_grads = ours  # type: ignore[method-assign]
+    engine.optimizer.step()
+    engine.backward(gradients(2))
+    stock.backward(gradients(2))
+    assert_same(engine, stock)
+    assert len(calls) == 2
+
+
+def test_destroying_the_engine_ends_the_path() -> None:
+    """Threads and methods go, then DeepSpeed's own code runs."""
+    engine, before = Engine(), threading.active_count()
+    attached(engine, candidate(host_threads=2))
+    engine.optimizer.destroy()
+    assert threading.active_count() == before
+    assert engine.optimizer.destroyed == 1
+    engine.optimizer.destroy()
+    assert engine.optimizer.destroyed == 2
+
+
+def test_an_engine_that_is_dropped_leaves_nothing() -> None:
+    """Garbage collection ends the threads, though the optimizer holds its engine."""
+    engine, before = Engine(), threading.active_count()
+    engine.optimizer.engine = engine  # type: ignore[attr-defined]  # as hooks of 0.18.9 and newer do
+    attached(engine, candidate(host_threads=2))
+    engine.backward(gradients(1))
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    _until(lambda: threading.active_count() == before)
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    for _ in range(100):
+        if holds():
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("still not so after 2 s")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda e: setattr(e, "optimizer", None), "no optimizer"),
+        (lambda e: setattr(e.optimizer, "offload_optimizer", False), "not offloaded"),
+        (lambda e: setattr(e.optimizer, "zenflow", True), "ZenFlow"),
+        (lambda e: setattr(e.optimizer, "use_muon", True), "Muon"),
+        (lambda e: setattr(e.optimizer, "master_weights_and_grads_dtype", DTYPE), "bfloat16, not fp32"),
+        (lambda e: setattr(e.optimizer, "partition_grads", lambda *_: []), "somebody else"),
+        (lambda e: setattr(e, "is_deepcompile_enabled", lambda: True), "DeepCompile"),
+        (lambda e: delattr(e.optimizer, "micro_step_id"), "has no micro_step_id"),
+    ],
+    ids=["inference", "device", "zenflow", "muon", "bf16 masters", "override", "deepcompile", "unknown"],
+)
+def test_what_a_path_would_not_do_exactly_is_refused(change: Callable[[Engine], None], reason: str) -> None:
+    """With the reason, and nothing is replaced."""
+    engine = Engine()
+    change(engine)
+    before = dict(vars(engine.optimizer)) if engine.optimizer else {}
+    assert reason in str(attach(engine, candidate(), host()).why_not)
+    assert reason in str(why_not_attachable(engine))
+    assert not engine.optimizer or vars(engine.optimizer) == before
+
+
+@pytest.mark.parametrize("name", ["MiCS_Optimizer", "SuperOffloadOptimizer_Stage3", "DeepSpeedZeroOptimizer"])
+def test_subclasses_and_other_stages_are_refused(name: str) -> None:
+    """They move gradients in their own way."""
+    engine = Engine()
+    engine.optimizer.__class__ = type(
+        name, (DeepSpeedZeroOptimizer_Stage3,), {"__module__": "deepspeed.other"}
+    )
+    assert name in str(attach(engine, candidate(), host()).why_not)
+
+
+def test_a_namesake_from_elsewhere_is_refused() -> None:
+    """Only DeepSpeed's own class is known."""
+    engine = Engine()
+    engine.optimizer.__class__ = type(
+        "DeepSpeedZeroOptimizer_Stage3", (DeepSpeedZeroOptimizer_Stage3,), {"__module__": "fork.zero"}
+    )
+    assert "not exactly" in str(why_not_attachable(engine))
+
+
+def test_a_path_that_cannot_be_built_is_said_at_once() -> None:
+    """The CPU pins nothing; the optimizer is left alone."""
+    engine = Engine()
+    before = dict(vars(engine.optimizer))
+    found = attach(
+        engine, candidate(path="staged"), AcceleratorDevice(FakeAccelerator("cpu", pinning="same object"))
+    )
+    assert "the staged path cannot be built: PinError" in str(found.why_not)
+    assert vars(engine.optimizer) == before and status(engine) is None
+
+
+# -- the same bits --------------------------------------------------------------------------------
+
+SPECS = [
+    candidate(),
+    candidate(host_threads=2),
+    candidate(cast="device"),
+    candidate(path="pinned"),
+    candidate(path="pinned", cast="device"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.path}-{s.cast}-{s.host_threads}")
+def test_gradients_are_the_same(spec: Candidate, accumulation: int, dtype: torch.dtype) -> None:
+    """Over three steps; the buffer too, wherever anything could read it."""
+    engine, stock = Engine(accumulation, dtype=dtype), Engine(accumulation, dtype=dtype)
+    found = attached(engine, spec)
+    for step in range(3):
+        for micro_step in range(accumulation):
+            views = engine.backward(gradients(10 * step + micro_step, dtype), micro_step == accumulation - 1)
+            stock.backward(gradients(10 * step + micro_step, dtype), micro_step == accumulation - 1)
+            assert [view.numel() for view in views] == [SIZES[0], SIZES[2], SIZES[1]]
+        assert_same(engine, stock, buffer=accumulation > 1 or dtype == torch.float16 or step == 0)
+        engine.optimizer.step()
+        stock.optimizer.step()
+    assert found.check is not None and found.check.partitions == len(SIZES) and found.check.mismatch is None
+    assert found.left_to_deepspeed == 0 and found.link_bytes == 0
+    assert len(found.backward_seconds) == 3 * accumulation - accumulation
+    detach(engine)
+
+
+def test_nothing_is_written_into_a_buffer_that_nothing_reads() -> None:
+    """With one micro-step a step the accumulation buffer of bf16 stays as it was."""
+    engine = Engine()
+    attached(engine, check=False)
+    engine.optimizer.buffer.fill_(7)
+    engine.backward(gradients(1))
+    assert bool((engine.optimizer.buffer == 7).all())
+
+
+@pytest.mark.parametrize("between", ["nothing", "set", "detach"])
+def test_a_backward_after_the_boundary_finds_what_was_accumulated(between: str) -> None:
+    """Without a step in between; even if the fp32 gradient was set by hand, or the path taken out."""
+    engine, stock = Engine(), Engine()
+    attached(engine, check=False)
+    for one in (engine, stock):
+        one.backward(gradients(1))
+        if between == "set":
+            one.optimizer.set_fp32_grad_for_param(9.0, one.optimizer.parameters[1])
+        elif between == "detach":
+            detach(one)
+        one.backward(gradients(2))
+    assert_same(engine, stock, buffer=between == "detach")
+
+
+def test_a_boundary_set_by_hand_keeps_the_buffer() -> None:
+    """From then on anything may accumulate into it."""
+    engine, stock = Engine(), Engine()
+    attached(engine, check=False)
+    for one in (engine, stock):
+        one._is_gradient_accumulation_boundary = True
+        one.backward(gradients(1))
+    assert_same(engine, stock)
+
+
+def test_a_parameter_that_comes_late_finds_what_deepspeed_left() -> None:
+    """In a window where its first gradient is not in the first micro-step, DeepSpeed adds to the window before."""
+    engine, stock = Engine(2), Engine(2)
+    attached(engine, check=False)
+    for one in (engine, stock):
+        one.backward(gradients(1), boundary=False)
+        one.backward(gradients(2))
+        one.optimizer.step()
+        late, others = one.optimizer.parameters[1], gradients(3)
+        one.optimizer.is_gradient_accumulation_boundary = False
+        one.optimizer.partition_grads([one.optimizer.parameters[0]], [others[0]])
+        one.optimizer.independent_gradient_partition_epilogue()
+        one.optimizer.is_gradient_accumulation_boundary = True
+        one.optimizer.partition_grads([late], [others[1]])
+        one.optimizer.independent_gradient_partition_epilogue()
+    assert_same(engine, stock)
+
+
+def test_sub_groups_on_nvme_or_on_the_device_are_left_to_deepspeed() -> None:
+    """They are counted."""
+    engine, stock = Engine(), Engine()
+    found = attached(engine)
+    engine.optimizer.swappable = True
+    engine.backward(gradients(1))
+    stock.backward(gradients(1))
+    assert_same(engine, stock)
+    assert found.left_to_deepspeed == len(SIZES)
+    detach(engine)
+
+
+def test_a_rank_whose_partition_is_padding_does_nothing() -> None:
+    """Its gradient is dropped, as DeepSpeed drops it."""
+    engine = Engine()
+    attached(engine)
+    engine.optimizer._get_param_partition_rank = lambda param: 1  # type: ignore[method-assign]
+    assert engine.backward(gradients(1)) == []
+    assert all(param.grad is None for param in engine.optimizer.parameters)
+    assert engine.optimizer.norm_for_param_grads == {}
+
+
+# -- the self-check -------------------------------------------------------------------------------
+
+
+def spoil(patch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Make the path wrong: `change(destination, norm)` runs after it and gives the norm."""
+    right = DestinationPath.offload_with_norm
+
+    def wrong(path: DestinationPath, source: Tensor, destination: Tensor) -> Tensor:
+        return change(destination, right(path, source, destination))
+
+    patch.setattr(DestinationPath, "offload_with_norm", wrong)
+
+
+def _one_bit(destination: Tensor, norm: Tensor) -> Tensor:
+    destination.view(torch.int32)[-1] ^= 1
+    return norm
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_one_bit, "1 of 5 values of one partition's fp32 gradient differ"),
+        (lambda _, n: n * (1 + 1e-6), "norm"),
+    ],
+    ids=["bit", "norm"],
+)
+def test_a_wrong_path_is_found_and_taken_out(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Tensor, Tensor], Tensor],
+    words: str,
+    accumulation: int,
+) -> None:
+    """At the first boundary, with one warning, and training goes on with DeepSpeed's own bits."""
+    engine, stock = Engine(accumulation), Engine(accumulation)
+    spoil(monkeypatch, change)
+    found = attached(engine)
+    with warnings_of(caplog) as warned:
+        for step in range(2):
+            for micro_step in range(accumulation):
+                for one in (engine, stock):
+                    one.backward(gradients(10 * step + micro_step), micro_step == accumulation - 1)
+            assert_same(engine, stock)
+            assert engine.optimizer.norm_for_param_grads == stock.optimizer.norm_for_param_grads
+    assert len(warned) == 1 and words in warned[0]
+    assert words in str(found.why_not) and found.check is not None and words in str(found.check.mismatch)
+    assert status(engine) is found and "partition_grads" not in vars(engine.optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_overflow_in_the_first_backward_is_no_mismatch(dtype: torch.dtype) -> None:
+    """Infinite and NaN gradients are what a first loss scale gives."""
+    engine, stock = Engine(dtype=dtype), Engine(dtype=dtype)
+    found = attached(engine)
+    for one in (engine, stock):
+        values = gradients(1, dtype)
+        values[0][1], values[1][7], values[2][:3] = float("nan"), float("inf"), float("-inf")
+        one.backward(values)
+    assert found.check is not None and found.check.mismatch is None and found.check.partitions == 3
+    assert math.isnan(float(engine.optimizer.norm_for_param_grads[0]))
+    assert float(engine.optimizer.norm_for_param_grads[1]) == float("inf")
+
+
+def test_a_partition_too_large_to_compare_is_deepspeeds_until_another_was_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No value comes from a path that has never been compared."""
+    engine, stock = Engine(), Engine()
+    monkeypatch.setattr(module, "_CHECKED_ELEMENTS", 1000)
+    found = attached(engine)
+    for one in (engine, stock):
+        one.backward(list(gradients(1)), calls=1)
+    assert_same(engine, stock, buffer=False)
+    assert found.check is not None and (found.check.partitions, found.check.elements) == (2, 305)
+    assert found.left_to_deepspeed == 0
+    monkeypatch.setattr(module, "_CHECKED_ELEMENTS", 1)
+    again = attached(engine)
+    engine.optimizer.step()
+    engine.backward(gradients(2))
+    assert again.left_to_deepspeed == 3 and again.check is not None and again.check.partitions == 0
+    engine.optimizer.step()
+    engine.backward(gradients(3))
+    assert again.left_to_deepspeed == 3
+
+
+# -- failures in the middle of training -----------------------------------------------------------
+
+
+def fail_at(patch: pytest.MonkeyPatch, owner: type, name: str, number: int, error: Exception) -> None:
+    """The `number`-th call of a method raises, and only that one."""
+    right, calls = getattr(owner, name), iter(range(1, 1000))
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return right(self, *args, **kwargs)
+
+    patch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("error", [PinError("no pages"), MemoryError(), RuntimeError("copy failed")])
+def test_a_path_that_fails_hands_over_to_deepspeed(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    number: int,
+    accumulation: int,
+    check: bool,
+) -> None:
+    """Whatever partition it fails at: one warning with the cause, and the same bits then and later."""
+    engine, stock = Engine(accumulation), Engine(accumulation)
+    fail_at(monkeypatch, DestinationPath, "offload_with_norm", number, error)
+    found = attached(engine, check=check)
+    with warnings_of(caplog) as warned:
+        for step in range(3):
+            for micro_step in range(accumulation):
+                for one in (engine, stock):
+                    one.backward(gradients(10 * step + micro_step), micro_step == accumulation - 1)
+            assert_same(engine, stock, buffer=accumulation > 1 or found.why_not is not None)
+            engine.optimizer.step()
+            stock.optimizer.step()
+    assert len(warned) == 1 and type(error).__name__ in warned[0]
+    assert type(error).__name__ in str(found.why_not) and status(engine) is found
+    assert "partition_grads" not in vars(engine.optimizer)
+
+
+def test_a_dtype_whose_path_cannot_be_built_is_left_to_deepspeed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gradients in another dtype than the accumulation's may come later."""
+    engine, stock = Engine(dtype=torch.float32), Engine(dtype=torch.float32)
+    attached(engine, check=False)
+    monkeypatch.setattr(module, "build", lambda *_: (_ for _ in ()).throw(PinError("memlock")))
+    with warnings_of(caplog) as warned:
+        for one in (engine, stock):
+            one.backward(gradients(1, torch.bfloat16))
+    assert_same(engine, stock)
+    assert len(warned) == 1 and "memlock" in warned[0]
+
+
+# -- an asynchronous device -----------------------------------------------------------------------
+
+
+class Streamed(Engine):
+    """An engine whose gradients live on an asynchronous device and reuse one another's memory."""
+
+    def __init__(self, device: DeferredDevice, accumulation: int = 1, *, pinned: bool = False) -> None:
+        super().__init__(accumulation)
+        self.device = device
+        z = self.optimizer
+        z.reduce_and_partition_stream = device.new_stream()  # type: ignore[attr-defined]
+        if pinned:
+            fp32 = z.fp32_partitioned_groups_flat[0].grad
+            device.pinned[fp32.data_ptr()] = fp32.nbytes
+
+    def backward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        with self.device.on(self.optimizer.reduce_and_partition_stream):  # type: ignore[attr-defined]
+            return super().backward(*args, **kwargs)
+
+    def settled(self) -> None:
+        """The norms are read long after."""
+        self.device.synchronize()
+
+
+STREAMED = [
+    candidate(path=path, cast=cast, host_threads=threads)
+    for path in ("direct", "pinned", "staged")
+    for cast in ("device", "host")
+    for threads in (0, 2)
+]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("spec", STREAMED, ids=lambda s: f"{s.path}-{s.cast}-{s.host_threads}")
+def test_everything_is_on_the_host_when_the_epilogue_ends(spec: Candidate, check: bool, pinned: bool) -> None:
+    """Also where a copy runs late, and the memory it reads is used again at once."""
+    engine, stock = Streamed(DeferredDevice(), pinned=pinned), Engine()
+    found = attached(engine, spec, engine.device, check=check)
+    for step in range(3):
+        engine.backward(gradients(step))
+        fp32 = engine.optimizer.fp32_partitioned_groups_flat[0].grad.clone()
+        stock.backward(gradients(step))
+        assert torch.equal(fp32, stock.optimizer.fp32_partitioned_groups_flat[0].grad)
+        engine.settled()
+        assert_same(engine, stock, buffer=False)
+        engine.optimizer.step()
+        stock.optimizer.step()
+    assert engine.device.count("synchronize") == 3, "only this test's own"
+    detach(engine)
+    assert set(engine.device.pinned.values()) <= {sum(SIZES) * 4}
+    per_element = 2 if spec.cast == "host" else 4
+    assert found.link_bytes == 3 * per_element * sum(SIZES)
+    assert found.stock_link_bytes == 3 * 8 * sum(SIZES)
+
+
+@pytest.mark.parametrize("spec", STREAMED, ids=lambda s: f"{s.path}-{s.cast}-{s.host_threads}")
+def test_accumulation_crosses_the_link_only_as_often_as_it_must(
+    spec: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits, the buffer included, with scratch that is allocated once."""
+    monkeypatch.setattr(module, "_same_place", lambda one, other: False)
+    engine, stock = Streamed(DeferredDevice(), 3, pinned=True), Engine(3)
+    found = attached(engine, spec, engine.device)
+    for step in range(2):
+        for micro_step in range(3):
+            engine.backward(gradients(10 * step + micro_step), micro_step == 2)
+            stock.backward(gradients(10 * step + micro_step), micro_step == 2)
+        engine.settled()
+        assert_same(engine, stock)
+        allocated = engine.device.count("empty")
+    assert engine.device.count("empty") == allocated
+    assert found.check is not None and found.check.partitions == 3
+    assert found.link_bytes < found.stock_link_bytes
+    detach(engine)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_copy_that_fails_late_is_made_good(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keep: bool, calls: int
+) -> None:
+    """From the device or the accumulation buffer; where neither holds it any more, the run must not go on."""
+    monkeypatch.setattr(module, "_same_place", lambda one, other: False)
+    engine, stock = Streamed(DeferredDevice()), Engine()
+    engine._is_gradient_accumulation_boundary = True if keep else None
+    found = attached(engine, candidate(path="staged", host_threads=1, buffer_bytes=1 << 16, buffer_count=8),
+                     engine.device, check=False)  # fmt: skip
+    fail_at(monkeypatch, StagedPath, "_land", 1, RuntimeError("bus error"))
+    lost = calls == 2 and not keep
+    with (
+        warnings_of(caplog) as warned,
+        pytest.raises(DeviceError, match="lost") if lost else contextlib.nullcontext(),
+    ):
+        engine.backward(gradients(1), calls=calls)
+    assert len(warned) == 1 and "bus error" in warned[0]
+    if not lost:
+        stock.backward(gradients(1))
+        engine.settled()
+        assert_same(engine, stock)
+    assert "bus error" in str(found.why_not)
+    assert engine.device.pinned == {}
+
+
+def test_a_path_is_closed_when_it_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ring is unpinned, after everything in it has arrived."""
+    engine, stock = Streamed(DeferredDevice()), Engine()
+    attached(engine, candidate(path="staged"), engine.device, check=False)
+    closed: list[GradientPath] = []
+    right = StagedPath.close
+    monkeypatch.setattr(StagedPath, "close", lambda path: (closed.append(path), right(path))[1])
+    z = engine.optimizer
+    z.partition_grads(z.parameters, gradients(1))
+    detach(engine)
+    stock.optimizer.partition_grads(stock.optimizer.parameters, gradients(1))
+    engine.settled()
+    assert_same(engine, stock)
+    assert len(closed) == 1 and engine.device.pinned == {}
