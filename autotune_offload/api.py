@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune_offload import ds_config, zero3
+from autotune_offload import ds_config, host, zero3
 from autotune_offload import workload as workloads
 from autotune_offload.attach import Status, attach
 from autotune_offload.device import AcceleratorDevice
@@ -246,7 +246,7 @@ def _decided(
     tuned = zero3.tune(
         config,
         profile.choice,
-        version=profile.software.deepspeed,
+        version=host.software().deepspeed,
         keep=settings.keep,
         carried=carry_path,
     )
@@ -296,16 +296,12 @@ def _why_not(config: Mapping[str, Any], settings: ds_config.Settings) -> str | N
 def _profile(workload: Workload | None, settings: ds_config.Settings) -> tuple[Profile, str, tuple[str, ...]]:
     """The stored profile of this environment, or a new one that is stored if it can be."""
     store, device = Store(), AcceleratorDevice()
-    steered = settings.steers_the_choice
-    if not steered:
-        found = lookup(store, workload, device)
-        if not isinstance(found, Miss):
-            return found, f"stored profile of {found.created}", ()
-        _log.info("measuring this host: %s", found.reason)
+    found = lookup(store, workload, device, settings)
+    if not isinstance(found, Miss):
+        return found, f"stored profile of {found.created}", ()
+    _log.info("measuring this host: %s", found.reason)
     budget = None if isinstance(settings.budget_seconds, str) else settings.budget_seconds
     profile = probe(workload=workload, budget_seconds=budget, settings=settings, device=device)
-    if steered:
-        return profile, "measured now, with what you fixed; not stored", ()
     try:
         return profile, f"measured now, stored in {store.save(profile)}", ()
     except ProfileError as error:

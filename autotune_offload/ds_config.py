@@ -210,12 +210,16 @@ class Settings:
     """True raises where a failure of ours would otherwise cost one warning."""
 
     @property
-    def steers_the_choice(self) -> bool:
-        """Whether anything that a stored choice depends on is fixed here."""
-        if self.path not in ("auto", "deepspeed"):
-            return True
-        fixed = (self.cast, self.buffer_bytes, self.buffer_count, self.host_threads, self.max_pinned_bytes)
-        return any(value != "auto" for value in fixed)
+    def fixed(self) -> str | None:
+        """What is fixed here that a choice depends on, as one string; None where nothing is.
+
+        The path "deepspeed" is not: the choice is made as always, and only not carried out.
+        """
+        names = ("path", "cast", "buffer_bytes", "buffer_count", "host_threads", "max_pinned_bytes")
+        values = {name: getattr(self, name) for name in names}
+        if values["path"] == "deepspeed":
+            values["path"] = "auto"
+        return ", ".join(f"{name}={value}" for name, value in values.items() if value != "auto") or None
 
 
 def settings(config: Mapping[str, Any]) -> Settings:

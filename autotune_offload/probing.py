@@ -17,6 +17,7 @@ from autotune_offload import workload as workloads
 from autotune_offload.device import AcceleratorDevice
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import BudgetError, ConfigError
+from autotune_offload.paths import stock_sequence
 from autotune_offload.records import (
     SCHEMA,
     DeviceIdentity,
@@ -100,13 +101,14 @@ def probe(
     from autotune_offload.measure import measure
 
     device = device or AcceleratorDevice()
-    steer = settings or Settings()
+    steer = _capped(settings or Settings(), max_pinned_bytes)
     loaded = load_plan(plan, budget_seconds)
     started = device.now()
     workload = workload or default_workload()
     facts, software = host.facts(), host.software()
     limits = host.limits(
-        max_pinned_bytes=_cap(max_pinned_bytes, steer), pin_backend=device.identity.pin_backend
+        max_pinned_bytes=None if isinstance(steer.max_pinned_bytes, str) else steer.max_pinned_bytes,
+        pin_backend=device.identity.pin_backend,
     )
     report, share = progress or _silent, loaded.measure_share
     with measuring(device):
@@ -135,7 +137,7 @@ def probe(
     return Profile(
         schema=SCHEMA,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        fingerprint=fingerprint(facts, device.identity, software, limits, workload),
+        fingerprint=fingerprint(facts, device.identity, software, limits, workload, steer),
         host=facts,
         device=device.identity,
         software=software,
@@ -162,30 +164,41 @@ def default_workload() -> Workload:
 
 
 def lookup(
-    store: Store, workload: Workload | None, device: AcceleratorDevice | None = None
+    store: Store,
+    workload: Workload | None,
+    device: AcceleratorDevice | None = None,
+    settings: Settings | None = None,
 ) -> Profile | Miss:
-    """The stored profile for the present environment, or why there is none.
+    """The stored profile for the present environment and what the user fixed, or why there is none.
 
     A workload of None takes the newest one that was decided for any model.
     """
     device = device or AcceleratorDevice()
     ignore = frozenset({WORKLOAD_FIELD}) if workload is None else frozenset[str]()
-    return store.lookup(present_fingerprint(device, workload or default_workload()), ignore=ignore)
+    present = present_fingerprint(device, workload or default_workload(), settings or Settings())
+    return store.lookup(present, ignore=ignore)
 
 
-def present_fingerprint(device: AcceleratorDevice, workload: Workload) -> dict[str, Scalar]:
+def present_fingerprint(
+    device: AcceleratorDevice, workload: Workload, settings: Settings
+) -> dict[str, Scalar]:
     """The fingerprint of this process, host and device, read now."""
     limits = host.limits(pin_backend=device.identity.pin_backend)
-    return fingerprint(host.facts(), device.identity, host.software(), limits, workload)
+    return fingerprint(host.facts(), device.identity, host.software(), limits, workload, settings)
 
 
 def fingerprint(
-    facts: HostFacts, device: DeviceIdentity, software: Software, limits: Limits, workload: Workload
+    facts: HostFacts,
+    device: DeviceIdentity,
+    software: Software,
+    limits: Limits,
+    workload: Workload,
+    settings: Settings,
 ) -> dict[str, Scalar]:
     """What a stored profile must share with the present to be used. The host's name is not in it.
 
-    Versions count by minor release. Memory limits count by class (none, or their power of two), since
-    what is free changes from minute to minute.
+    Versions count by minor release, DeepSpeed's also by how it moves a gradient. Memory limits count by
+    class (none, or their power of two), since what is free changes from minute to minute.
     """
     memlock = next((limit.bytes for limit in limits.bounds if limit.name == "memlock"), None)
     return {
@@ -202,8 +215,10 @@ def fingerprint(
         "limits.memlock_class": None if memlock is None else memlock.bit_length(),
         "software.torch": _minor(software.torch),
         "software.deepspeed": _minor(software.deepspeed),
+        "software.sequence": stock_sequence(release(software.deepspeed)).name,
         "schema": SCHEMA,
         WORKLOAD_FIELD: workloads.workload_class(workload),
+        "fixed": settings.fixed,
     }
 
 
@@ -223,10 +238,11 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _cap(max_pinned_bytes: int | None, steer: Settings) -> int | None:
-    """The smaller of the two bounds that may be given; None where neither is."""
-    given = (max_pinned_bytes, steer.max_pinned_bytes)
-    return min((cap for cap in given if isinstance(cap, int)), default=None)
+def _capped(settings: Settings, max_pinned_bytes: int | None) -> Settings:
+    """With the smaller of the two bounds that may be given."""
+    given = (max_pinned_bytes, settings.max_pinned_bytes)
+    least = min((cap for cap in given if isinstance(cap, int)), default=None)
+    return settings if least is None else replace(settings, max_pinned_bytes=least)
 
 
 def _silent(what: str, fraction: float) -> None:

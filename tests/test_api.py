@@ -21,7 +21,7 @@ from autotune_offload import api, probing
 from autotune_offload.attach import Status
 from autotune_offload.device import AcceleratorDevice
 from autotune_offload.ds_config import Settings
-from autotune_offload.errors import BudgetError, ConfigError, MeasurementError, ProfileError
+from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
 from autotune_offload.records import Profile, Workload
 from tests.factories import make_choice, make_profile
 
@@ -66,7 +66,7 @@ class Probes(list[dict[str, Any]]):
         if self.error is not None:
             raise self.error
         workload = workload or probing.default_workload()
-        present = probing.present_fingerprint(device, workload)
+        present = probing.present_fingerprint(device, workload, kwargs["settings"])
         return make_profile(fingerprint=present, workload=workload, choice=self.choice)
 
 
@@ -362,14 +362,13 @@ def test_another_model_is_measured_again(calls: Calls, probes: Probes) -> None:
     assert len(probes) == 2
 
 
-def test_what_a_user_fixed_is_neither_looked_up_nor_stored(calls: Calls, probes: Probes) -> None:
-    """A fixed path must not decide for the next run."""
-    for _ in range(2):
-        engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune={"path": "direct"})
-    assert len(probes) == 2
-    assert api.report(engine).source == "measured now, with what you fixed; not stored"
-    with pytest.raises(ProfileError, match=r"no stored profile in .*autotune-offload probe"):
-        api.load_profile()
+def test_what_a_user_fixed_has_a_profile_of_its_own(calls: Calls, probes: Probes) -> None:
+    """A fixed path must not decide for the next run, and is not measured anew at each start."""
+    fixed = {"path": "direct"}
+    for autotune in (None, fixed, fixed):
+        engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=autotune)
+    assert [probe["settings"].path for probe in probes] == ["auto", "direct"]
+    assert api.report(engine).source.startswith("stored profile of")
 
 
 def test_a_store_that_cannot_be_written_is_a_notice(

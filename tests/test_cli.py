@@ -28,6 +28,7 @@ from autotune_offload.cli.alternatives import alternatives, best_of_each, reject
 from autotune_offload.cli.output import finite
 from autotune_offload.cli.progress import Reporter
 from autotune_offload.cli.verify import FEWEST_STEPS, model_of
+from autotune_offload.ds_config import Settings
 from autotune_offload.errors import DeviceError, ProfileError
 from autotune_offload.records import Profile, from_plain, to_plain
 from autotune_offload.store import Miss, Store
@@ -62,6 +63,7 @@ class ProbeStub(types.ModuleType):
         self.profile = make_profile()
         self.stored: Profile | Miss = Miss(reason="no profile is stored here")
         self.calls: list[dict[str, Any]] = []
+        self.fixed: str | None = None
         self.error: BaseException | None = None
 
     def probe(self, **arguments: Any) -> Profile:
@@ -73,8 +75,9 @@ class ProbeStub(types.ModuleType):
             raise self.error
         return self.profile
 
-    def lookup(self, store: Store, workload: object) -> Profile | Miss:
+    def lookup(self, store: Store, workload: object, settings: Settings | None = None) -> Profile | Miss:
         """What the test put there."""
+        self.fixed = settings.fixed if settings else None
         return self.stored
 
 
@@ -254,14 +257,18 @@ def test_probe_uses_a_stored_profile_and_says_so(stub: ProbeStub) -> None:
     assert "--budget had no effect; --refresh measures again" in result.stderr
 
 
-@pytest.mark.parametrize("option", [["--refresh"], ["--max-pinned", "1GiB"]])
-def test_probe_measures_again_where_the_stored_profile_does_not_answer(
-    stub: ProbeStub, option: list[str]
-) -> None:
-    """--refresh, or a pinned limit that the stored profile was not made under, measures."""
+def test_probe_measures_again_when_told_to(stub: ProbeStub, store: Store) -> None:
+    """--refresh measures, whatever is stored."""
     stub.stored = stub.profile
-    assert run("probe", *option).exit_code == 0
+    assert run("probe", "--refresh").exit_code == 0
     assert len(stub.calls) == 1
+
+
+def test_a_pinned_limit_has_profiles_of_its_own(stub: ProbeStub, store: Store) -> None:
+    """A profile that was measured under another limit does not answer."""
+    stub.stored = stub.profile
+    assert run("probe", "--max-pinned", "1GiB").exit_code == 0
+    assert stub.fixed == "max_pinned_bytes=1073741824"
 
 
 def test_probe_no_save_leaves_nothing(stub: ProbeStub, store: Store) -> None:

@@ -284,11 +284,12 @@ def test_all_problems_come_in_one_error() -> None:
     assert "expected one of auto, direct, pinned, staged, deepspeed" in message
 
 
-def test_only_what_a_stored_choice_depends_on_steers_it() -> None:
+def test_only_what_a_choice_depends_on_is_fixed() -> None:
     """Fixing the path or a limit asks for a choice of its own; the rest of the block does not."""
-    assert not block(enabled=True, keep=["sub_group_size"], budget_seconds=1, strict=True).steers_the_choice
-    assert block(path="direct").steers_the_choice
-    assert block(max_pinned_bytes=0).steers_the_choice
+    assert block(enabled=True, keep=["sub_group_size"], budget_seconds=1, strict=True).fixed is None
+    assert block(path="direct").fixed == "path=direct"
+    assert block(max_pinned_bytes=0, cast="host").fixed == "cast=host, max_pinned_bytes=0"
+    assert block(path="deepspeed").fixed is None
 
 
 @pytest.mark.parametrize("value", [None, False, "direct", []])

@@ -261,17 +261,17 @@ def test_the_smaller_bound_on_pinned_memory_counts(
 # -- fingerprint and lookup -----------------------------------------------------------------------
 
 
-def environment() -> tuple[HostFacts, DeviceIdentity, Software, Limits, Workload]:
+def environment() -> tuple[HostFacts, DeviceIdentity, Software, Limits, Workload, Settings]:
     """What a fingerprint is made of."""
     profile = make_profile()
     memlock = Limit(name="memlock", bytes=1 << 26, source="ulimit -l", raise_by="raise it")
     limits = dataclasses.replace(profile.limits, bounds=(*profile.limits.bounds, memlock))
-    return profile.host, profile.device, profile.software, limits, profile.workload
+    return profile.host, profile.device, profile.software, limits, profile.workload, Settings()
 
 
 def key_with(**changes: object) -> str:
     """The key after changing fields, each given as part__field."""
-    names = ("host", "device", "software", "limits", "workload")
+    names = ("host", "device", "software", "limits", "workload", "settings")
     parts = dict(zip(names, environment(), strict=True))
     for name, value in changes.items():
         part, _, field = name.partition("__")
@@ -298,6 +298,9 @@ def key_with(**changes: object) -> str:
         {"software__deepspeed": "0.20.0"},
         {"workload__dtype": "float16"},
         {"workload__world_size": 16},
+        {"settings__path": "direct"},
+        {"settings__max_pinned_bytes": 1 << 30},
+        {"software__deepspeed": "0.19.4"},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -318,6 +321,8 @@ def test_what_invalidates_a_profile_changes_the_key(change: dict[str, object]) -
         {"software__deepspeed": "0.19.9"},
         {"software__python": "3.12.1"},
         {"workload__source": "another"},
+        {"settings__path": "deepspeed"},
+        {"settings__budget_seconds": 9.0},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -328,8 +333,8 @@ def test_what_changes_by_itself_does_not_change_the_key(change: dict[str, object
 
 def test_the_host_name_is_no_part_of_a_fingerprint() -> None:
     """Neither as a field nor in a value."""
-    facts, device, software, limits, workload = environment()
-    assert facts.name not in str(probing.fingerprint(facts, device, software, limits, workload))
+    parts = environment()
+    assert parts[0].name not in str(probing.fingerprint(*parts))
 
 
 def test_release_drops_local_parts() -> None:
@@ -342,7 +347,7 @@ def test_release_drops_local_parts() -> None:
 def stored(tmp_path: Path) -> Store:
     """A store with a profile of this environment, for a workload of its own."""
     device, workload = AcceleratorDevice(), make_workload(dtype="float16")
-    present = probing.present_fingerprint(device, workload)
+    present = probing.present_fingerprint(device, workload, Settings())
     store = Store(tmp_path)
     store.save(make_profile(fingerprint=present, workload=workload))
     return store

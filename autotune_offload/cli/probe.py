@@ -15,6 +15,7 @@ from autotune_offload.cli.progress import Reporter
 from autotune_offload.cli.stored import open_store
 
 if TYPE_CHECKING:
+    from autotune_offload.ds_config import Settings
     from autotune_offload.records import Profile, Workload
     from autotune_offload.store import Store
 
@@ -135,13 +136,9 @@ def _stored(store: Store, request: _Request) -> tuple[Profile, Path] | None:
     from autotune_offload.probing import lookup
     from autotune_offload.records import Profile
 
-    found = lookup(store, request.workload)
+    found = lookup(store, request.workload, settings=_settings(request))
     if not isinstance(found, Profile):
         notice(found.reason)
-        return None
-    bound = _max_pinned(found)
-    if request.max_pinned_bytes not in (None, bound):
-        notice("the stored profile was measured with another --max-pinned; measuring this host")
         return None
     unused = [name for name, value in _measuring_options(request).items() if value is not None]
     ignored = f"; {' and '.join(unused)} had no effect" if unused else ""
@@ -153,8 +150,11 @@ def _measuring_options(request: _Request) -> dict[str, object]:
     return {"--plan": request.plan, "--budget": request.budget_seconds}
 
 
-def _max_pinned(profile: Profile) -> int | None:
-    return next((bound.bytes for bound in profile.limits.bounds if bound.name == "max_pinned_bytes"), None)
+def _settings(request: _Request) -> Settings:
+    """What the options fix, as the ``autotune_offload`` block would."""
+    from autotune_offload.ds_config import Settings
+
+    return Settings(max_pinned_bytes="auto" if request.max_pinned_bytes is None else request.max_pinned_bytes)
 
 
 def _measure(request: _Request) -> Profile:
