@@ -11,7 +11,8 @@ import mmap
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -69,7 +70,7 @@ def facts(*, root: Path = _ROOT) -> HostFacts:
 
 
 def software() -> Software:
-    """Versions of what takes part, from the installed metadata: nothing is imported for it."""
+    """Versions of what takes part; nothing is imported for it."""
     return Software(
         python=platform.python_version(),
         torch=_version("torch", "not installed"),
@@ -107,15 +108,25 @@ def limits(
     Raises:
         ConfigError: a negative `max_pinned_bytes`, or `ranks_per_host` below 1.
     """
-    if max_pinned_bytes is not None and max_pinned_bytes < 0:
-        raise ConfigError(f'max_pinned_bytes is {max_pinned_bytes}; give a number of bytes from 0, or "auto"')
     if ranks_per_host < 1:
         raise ConfigError(f"ranks_per_host is {ranks_per_host}; give the processes on this host, at least 1")
     shared = [_ram(root), *_smallest(_cgroup_headrooms(root))]
-    bounds = [_share(limit, ranks_per_host) for limit in shared]
-    bounds += [_share(limit, ranks) for limit, ranks in _numa(root, ranks_per_host)]
-    bounds += [] if pin_backend == "torch" else _memlock(root)
-    bounds += _users(max_pinned_bytes)
+    own = [_share(limit, ranks) for limit, ranks in _numa(root, ranks_per_host)]
+    own += [] if pin_backend == "torch" else _memlock(root)
+    return bounded(shared, own, ranks_per_host=ranks_per_host, max_pinned_bytes=max_pinned_bytes)
+
+
+def bounded(
+    shared: Sequence[Limit], own: Sequence[Limit], *, ranks_per_host: int, max_pinned_bytes: int | None
+) -> Limits:
+    """The limits that follow from bounds that all ranks of a host `shared`, and from one rank's `own`.
+
+    Raises:
+        ConfigError: a negative `max_pinned_bytes`.
+    """
+    if max_pinned_bytes is not None and max_pinned_bytes < 0:
+        raise ConfigError(f'max_pinned_bytes is {max_pinned_bytes}; give a number of bytes from 0, or "auto"')
+    bounds = [*(_share(limit, ranks_per_host) for limit in shared), *own, *_users(max_pinned_bytes)]
     return Limits(
         available_bytes=min(limit.bytes for limit in shared) // ranks_per_host,
         pinnable_bytes=min(limit.bytes for limit in bounds),
@@ -389,6 +400,10 @@ def _kilobytes(path: Path, name: str) -> int | None:
 
 
 def _version(package: str, fallback: str) -> str:
+    """A loaded package says it itself; the search through the metadata takes milliseconds at each start."""
+    loaded = getattr(sys.modules.get(package), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -428,6 +428,8 @@ def test_absent_packages_have_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> Non
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
+    for name in ("torch", "deepspeed"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     found = host.software()
     assert (found.torch, found.deepspeed, found.autotune_offload) == (
         "not installed",
@@ -496,3 +498,10 @@ def test_the_users_bound_does_not_count_the_second_copy(root: Path) -> None:
     sentence = host.check_pinned([GIB + 1], host.limits(root=root, max_pinned_bytes=GIB))
     assert sentence is not None
     assert "max_pinned_bytes" in sentence
+
+
+@pytest.mark.parametrize("name", ["torch", "deepspeed"])
+def test_a_loaded_package_says_its_own_version(name: str) -> None:
+    """The same as its metadata, so that a profile fits whether it is loaded or not."""
+    loaded = importlib.import_module(name)
+    assert getattr(host.software(), name) == str(loaded.__version__) == importlib.metadata.version(name)
