@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --qui
 # Removes the locks of builds that were killed: torch would wait for them for ever.
 CLEAR_LOCKS := $(BIN)/python -m tests.op_builds
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test matrix lint format bench clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,7 +40,10 @@ demo: $(STAMP)  ## probe this machine, then train a small GPT with what was chos
 	$(BIN)/python examples/train_gpt.py
 
 test: lint  ## lint, type check and all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m 'not matrix'
+
+matrix: $(STAMP)  ## train on ten versions of DeepSpeed, with and without the path: a quarter of an hour
+	$(BIN)/python -m tests.matrix
 
 lint: $(STAMP)  ## ruff and mypy over the whole tree
 	$(BIN)/ruff check .

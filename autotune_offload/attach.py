@@ -219,6 +219,7 @@ class Attachment:
         self._choice = choice
         self._stock: dict[str, Callable[..., Any]] = {}
         self._ours: dict[str, Callable[..., Any]] = {}
+        self._before: dict[str, Any] = {}
         self._paths: dict[torch.dtype, GradientPath] = {}
         self._accumulators: dict[torch.dtype, Tensor] = {}
         self._undrained: list[_Undrained] = []
@@ -246,6 +247,7 @@ class Attachment:
         }
         self._ours = {name: own for name, own in replacements.items() if hasattr(self.optimizer, name)}
         self._stock = {name: getattr(self.optimizer, name) for name in self._ours}
+        self._before = {name: own for name, own in vars(self.optimizer).items() if name in self._ours}
         vars(self.optimizer).update(self._ours)
 
     def remove(self) -> bool:
@@ -263,10 +265,9 @@ class Attachment:
         own = vars(self.optimizer)
         for name in [name for name, method in ours.items() if own.get(name) is method]:
             del own[name]
+            own.update({name: self._before[name]} if name in self._before else {})
         self.drain()
-        for path in self._paths.values():
-            path.close()
-        self._paths.clear()
+        self._close_paths()
         if self._failed:
             self._recover()
         if self._window_open():
@@ -275,6 +276,14 @@ class Attachment:
         self._stale.clear()
         self._checks = None
         return True
+
+    def _close_paths(self) -> None:
+        for path in self._paths.values():
+            try:
+                path.close()
+            except Exception:
+                _log.debug("autotune-offload: a path could not be closed", exc_info=True)
+        self._paths.clear()
 
     def give_up(self, cause: str) -> None:
         """Hand over to DeepSpeed's own code for good, and say so once."""
@@ -293,6 +302,8 @@ class Attachment:
         if not self.active:
             return list(self._stock[_PARTITION](params_to_release, grad_partitions))
         began = time.perf_counter()
+        for undrained in self._undrained:  # a bucket's memory has been filled anew
+            undrained.source = None
         moment = self._moment()
         buffers: list[Tensor] = []
         for param, gradient in zip(params_to_release, grad_partitions, strict=False):
@@ -304,8 +315,6 @@ class Attachment:
                 buffers += self._checks.compare(param, gradient, moment)
             else:
                 buffers += self.move(param, gradient, moment)
-        for undrained in self._undrained:
-            undrained.source = None
         self._seconds += time.perf_counter() - began
         return buffers
 
@@ -583,16 +592,22 @@ class _Checks:
 
     def _both(self, param: Any, gradient: Tensor, moment: _Moment, destination: Tensor) -> list[Tensor]:
         ours, low = self._attachment, self._attachment.buffer(param, gradient)
-        ours.freshen(param.ds_id)
-        ours.device.synchronize_stream()
-        before = low.clone()
+        try:
+            ours.freshen(param.ds_id)
+            ours.device.synchronize_stream()
+            before, kept, found = low.clone(), torch.empty_like(low), torch.empty_like(destination)
+        except Exception as error:  # most likely no memory for the copies
+            ours.give_up(f"the self-check could not be made ({_in_words(error)})")
+            return ours.leave(param, gradient)
         buffers = ours.carry(param, gradient, moment)
         ours.drain()
         if not ours.active:  # it failed, and DeepSpeed's code has done the work
             param.grad = None
             return buffers
-        kept = low.clone() if ours.is_fresh(param.ds_id) else None
-        found, norm = destination.clone(), self._norm(param)
+        kept_any = ours.is_fresh(param.ds_id)
+        kept.copy_(low)
+        found.copy_(destination)
+        norm = self._norm(param)
         low.copy_(before)
         buffers = ours.leave(param, gradient)
         ours.status.left_to_deepspeed -= 1
@@ -600,9 +615,11 @@ class _Checks:
         self._partitions += 1
         self._elements += gradient.numel()
         self._judge(
-            _difference("fp32 gradient", found, destination)
-            or (_difference("accumulation buffer", kept, low) if kept is not None else None)
-            or _norms_differ(norm, self._norm(param))
+            lambda: (
+                _difference("fp32 gradient", found, destination)
+                or (_difference("accumulation buffer", kept, low) if kept_any else None)
+                or _norms_differ(norm, self._norm(param))
+            )
         )
         return buffers
 
@@ -611,12 +628,15 @@ class _Checks:
         norm: Tensor = z.norm_for_param_grads[z.get_param_id(param)]
         return norm
 
-    def _judge(self, mismatch: str | None) -> None:
-        if mismatch is None:
-            return
-        ours = self._attachment
-        ours.status.check = self.result(mismatch)
-        ours.give_up(f"the self-check failed: {mismatch}")
+    def _judge(self, compare: Callable[[], str | None]) -> None:
+        try:
+            mismatch = compare()
+        except Exception as error:  # no memory to compare in
+            mismatch = _in_words(error)
+        if mismatch is not None:
+            ours = self._attachment
+            ours.status.check = self.result(mismatch)
+            ours.give_up(f"the self-check failed: {mismatch}")
 
     def result(self, mismatch: str | None = None) -> SelfCheck:
         """What was compared."""

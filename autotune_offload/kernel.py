@@ -148,7 +148,9 @@ def _only_ours(folder: Path) -> bool:
     """Whether nobody else can put a file into the folder, or another folder into its place."""
     found, above = folder.lstat(), folder.parent.stat()
     own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _OTHERS_WRITE
-    kept = not above.st_mode & stat.S_IWOTH or above.st_mode & stat.S_ISVTX  # many a umask leaves the group in
+    kept = (
+        not above.st_mode & stat.S_IWOTH or above.st_mode & stat.S_ISVTX
+    )  # many a umask leaves the group in
     return bool(own and kept and above.st_uid in {os.getuid(), 0})
 
 

@@ -1,5 +1,6 @@
 """A path in the running optimizer: the same bits as DeepSpeed's own code, and out of the way when it fails."""
 
+# ruff: noqa: D102  # the stand-ins' methods are those of what they stand in for
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +21,7 @@ from autotune_offload import attach as module
 from autotune_offload.attach import Status, attach, detach, status, why_not_attachable
 from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.errors import DeviceError, PinError
-from autotune_offload.paths import DestinationPath, GradientPath, StagedPath
+from autotune_offload.paths import DestinationPath, StagedPath
 from autotune_offload.records import Candidate
 from tests.fakes import DeferredDevice, FakeAccelerator
 from tests.matrix.__main__ import GROUPS, Result, run
@@ -97,7 +98,8 @@ class DeepSpeedZeroOptimizer_Stage3:
         return self.swappable
 
     def _constant_buffered_norm2(self, value: Tensor) -> Tensor:
-        return value.double().norm(2)
+        norm: Tensor = value.double().norm(2)
+        return norm
 
     def partition_grads(self, params: list[Parameter], gradients: list[Tensor]) -> list[Tensor]:
         buffers = []
@@ -276,7 +278,7 @@ def test_a_wrapper_of_somebody_else_survives_detaching() -> None:
         calls.append(args)
         return ours(*args)
 
-    engine.optimizer.partition_grads = wrapper  # type: ignore[method-assign]
+    engine.optimizer.partition_grads = wrapper  # type: ignore[method-assign, assignment]
     assert detach(engine)
     assert vars(engine.optimizer)["partition_grads"] is wrapper
     engine.backward(gradients(1))
@@ -338,10 +340,11 @@ def test_what_a_path_would_not_do_exactly_is_refused(change: Callable[[Engine], 
     """With the reason, and nothing is replaced."""
     engine = Engine()
     change(engine)
-    before = dict(vars(engine.optimizer)) if engine.optimizer else {}
+    optimizer = getattr(engine, "optimizer", None)
+    before = dict(vars(optimizer)) if optimizer is not None else {}
     assert reason in str(attach(engine, candidate(), host()).why_not)
     assert reason in str(why_not_attachable(engine))
-    assert not engine.optimizer or vars(engine.optimizer) == before
+    assert optimizer is None or vars(optimizer) == before
 
 
 @pytest.mark.parametrize("name", ["MiCS_Optimizer", "SuperOffloadOptimizer_Stage3", "DeepSpeedZeroOptimizer"])
@@ -610,6 +613,44 @@ def test_a_path_that_fails_hands_over_to_deepspeed(
     assert "partition_grads" not in vars(engine.optimizer)
 
 
+def test_a_self_check_without_memory_hands_over_to_deepspeed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its copies are asked for before anything is moved."""
+    engine, stock = Engine(), Engine()
+    found = attached(engine)
+    fail_at(monkeypatch, torch.Tensor, "clone", 4, MemoryError())  # three are this test's own
+    with warnings_of(caplog) as warned:
+        engine.backward(gradients(1), calls=1)
+    monkeypatch.undo()
+    stock.backward(gradients(1), calls=1)
+    assert_same(engine, stock)
+    assert len(warned) == 1 and "self-check could not be made (MemoryError)" in warned[0]
+    assert "self-check" in str(found.why_not)
+
+
+def test_a_path_that_cannot_be_closed_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The methods are DeepSpeed's again all the same."""
+    engine = Engine()
+    attached(engine)
+    monkeypatch.setattr(DestinationPath, "close", lambda path: 1 / 0)
+    assert detach(engine)
+    assert "partition_grads" not in vars(engine.optimizer)
+
+
+def test_what_somebody_put_into_the_instance_comes_back() -> None:
+    """Of the methods that are only watched, theirs goes on being called."""
+    engine, calls = Engine(), []
+    engine.optimizer.destroy = lambda: calls.append("theirs")  # type: ignore[method-assign]
+    before = dict(vars(engine.optimizer))
+    attached(engine)
+    detach(engine)
+    assert vars(engine.optimizer) == before
+    attached(engine)
+    engine.optimizer.destroy()
+    assert calls == ["theirs"] and vars(engine.optimizer) == before
+
+
 def test_a_dtype_whose_path_cannot_be_built_is_left_to_deepspeed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -659,8 +700,11 @@ STREAMED = [
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("spec", STREAMED, ids=lambda s: f"{s.path}-{s.cast}-{s.host_threads}")
-def test_everything_is_on_the_host_when_the_epilogue_ends(spec: Candidate, check: bool, pinned: bool) -> None:
+def test_everything_is_on_the_host_when_the_epilogue_ends(
+    monkeypatch: pytest.MonkeyPatch, spec: Candidate, check: bool, pinned: bool
+) -> None:
     """Also where a copy runs late, and the memory it reads is used again at once."""
+    monkeypatch.setattr(module, "_same_place", lambda one, other: False)
     engine, stock = Streamed(DeferredDevice(), pinned=pinned), Engine()
     found = attached(engine, spec, engine.device, check=check)
     for step in range(3):
@@ -728,17 +772,34 @@ def test_a_copy_that_fails_late_is_made_good(
     assert engine.device.pinned == {}
 
 
-def test_a_path_is_closed_when_it_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("number", [1, 7, 11, 12, 17])
+def test_a_failure_that_shows_at_a_later_partition_is_made_good(
+    monkeypatch: pytest.MonkeyPatch, number: int, accumulation: int
+) -> None:
+    """The ring is small, so a buffer's failure is met while another partition wants it."""
+    monkeypatch.setattr(module, "_same_place", lambda one, other: False)
+    engine, stock = Streamed(DeferredDevice(), accumulation), Engine(accumulation)
+    attached(engine, candidate(path="staged", host_threads=1), engine.device, check=False)
+    fail_at(monkeypatch, StagedPath, "_land", number, RuntimeError("bus error"))
+    for step in range(2):
+        for one in (engine, stock):
+            for micro_step in range(accumulation):
+                one.backward(gradients(10 * step + micro_step), micro_step == accumulation - 1, calls=1)
+        engine.settled()
+        assert_same(engine, stock, buffer=accumulation > 1 or step == 1)
+        engine.optimizer.step()
+        stock.optimizer.step()
+
+
+def test_a_path_is_closed_when_it_is_taken_out() -> None:
     """Its ring is unpinned, after everything in it has arrived."""
     engine, stock = Streamed(DeferredDevice()), Engine()
     attached(engine, candidate(path="staged"), engine.device, check=False)
-    closed: list[GradientPath] = []
-    right = StagedPath.close
-    monkeypatch.setattr(StagedPath, "close", lambda path: (closed.append(path), right(path))[1])
     z = engine.optimizer
     z.partition_grads(z.parameters, gradients(1))
     detach(engine)
     stock.optimizer.partition_grads(stock.optimizer.parameters, gradients(1))
     engine.settled()
     assert_same(engine, stock)
-    assert len(closed) == 1 and engine.device.pinned == {}
+    assert engine.device.pinned == {}
