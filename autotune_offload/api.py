@@ -70,8 +70,9 @@ class Report:
         if self.path.why_not is not None:
             return f"by DeepSpeed's own code, with the keys below: {self.path.why_not}"
         words = "in the running optimizer"
-        if self.path.check is not None:
-            words += f"; {self.path.check.partitions} partitions equal DeepSpeed's own to the last bit"
+        check = self.path.check
+        if check is not None and check.partitions and check.mismatch is None:
+            words += f"; the first {check.partitions} partitions were DeepSpeed's own to the last bit"
         if self.path.backward_seconds:
             median = statistics.median(self.path.backward_seconds)
             words += f"; {median * 1e3:.3g} ms of host time in a backward pass"
