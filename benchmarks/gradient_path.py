@@ -7,6 +7,8 @@ pass that copies and casts every gradient partition once. On the CPU the layers 
 torch needs seconds for a bf16 backward on a processor without AVX-512; gradients are bf16 all the same.
 
     python -m benchmarks.gradient_path                  a table
+    python -m benchmarks.gradient_path --accumulation 1 --pairs 30
+    PYTHONPATH=.cache/matrix/0.16.9 python -m benchmarks.gradient_path      another DeepSpeed, after `make matrix`
     python -m benchmarks.gradient_path --json           the last line of stdout is one JSON object:
         partition_grads_ratio, backward_ratio, step_ratio   stock over ours, medians of the pairs
         floor_ratio                                         ours over the floor
@@ -34,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autotune_offload.attach import attach, detach
+from autotune_offload.host import software
 from autotune_offload.records import Candidate
 from autotune_offload.verify import single_process_environment
 
@@ -252,13 +255,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--accumulation", type=int, nargs="*", default=(1, 4), metavar="STEPS")
     parser.add_argument("--threads", type=int, nargs="*", default=None, help="host threads to try; default 0")
     parser.add_argument("--path", default="direct", choices=("direct", "pinned", "staged"))
     parser.add_argument("--cast", default="host", choices=("device", "host"))
     options = parser.parse_args()
     cases = []
     with single_process_environment():
-        for accumulation_steps in (1, 4):
+        for accumulation_steps in options.accumulation:
             for threads in options.threads if options.threads is not None else [0]:
                 spec = Candidate(
                     path=options.path,
@@ -272,6 +276,7 @@ def main() -> int:
     first = cases[0]
     names = ("partition_grads_ratio", "backward_ratio", "step_ratio", "floor_ratio")
     document = {name: first[name] for name in names}
+    document["deepspeed"] = software().deepspeed
     document["bit_identical"] = all(case["bit_identical"] for case in cases)
     if options.json:
         sys.stdout.flush()
