@@ -79,7 +79,7 @@ def _one_pass(dtype: torch.dtype) -> OnePass:
     library = _library()
     if isinstance(library, str) or not hasattr(library, _symbol(dtype)):
         _log.info("gradient norms take three passes: %s", why_not_fused(dtype))
-        return _in_pieces
+        return in_pieces
     function = getattr(library, _symbol(dtype))
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t)
     function.restype = ctypes.c_double
@@ -95,7 +95,7 @@ def _symbol(dtype: torch.dtype) -> str:
     return f"widen_{str(dtype).removeprefix('torch.')}"
 
 
-def _in_pieces(destination: Tensor, source: Tensor) -> float:
+def in_pieces(destination: Tensor, source: Tensor) -> float:
     """The same by torch's operations, each piece while it is in the cache."""
     wide = torch.empty(min(_PIECE_ELEMENTS, source.numel()), dtype=torch.float64, device="cpu")
     total = 0.0

@@ -113,7 +113,7 @@ def test_fused_and_in_pieces_are_the_same(values: list[float], dtype: torch.dtyp
     source = torch.tensor(values, dtype=torch.float32).to(dtype)[start:]
     fused, squares = widened(source)
     pieces = torch.empty(source.numel())
-    other = kernel._in_pieces(pieces, source)
+    other = kernel.in_pieces(pieces, source)
     assert torch.equal(bits(fused), bits(pieces))
     assert squares == pytest.approx(other, rel=1e-13)
 
