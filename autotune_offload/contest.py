@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -96,6 +97,7 @@ class Race:
         self.deadline, self.sure = deadline, sure
         self._paths: dict[int, Offload] = {}
         self._rounds = 0
+        self._random = random.Random(0)
 
     def __enter__(self) -> Race:
         with contextlib.ExitStack() as stack:  # closes what was started when a start is interrupted
@@ -121,9 +123,15 @@ class Race:
         return self.device.now() >= self.deadline
 
     def round(self) -> None:
-        """Time everyone once more, another one first each time."""
-        turn = self._rounds % max(len(self.entrants), 1)
-        for index in (*range(turn, len(self.entrants)), *range(turn)):
+        """Time everyone once more, after the first round in a drawn order.
+
+        Whoever follows a multi-threaded operation finds its threads still spinning on the other cores, so
+        that no entrant may always follow the same one.
+        """
+        order = list(range(len(self.entrants)))
+        if self._rounds:
+            self._random.shuffle(order)
+        for index in order:
             sure = self._rounds == 0 and index < self.sure
             if index in self._paths and (sure or not self.over):
                 self._time(index)
