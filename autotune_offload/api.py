@@ -172,7 +172,10 @@ def load_profile(path: str | Path | None = None) -> Profile:
 
 def report(engine: Any) -> Report:
     """What was chosen for an engine, why, what was changed, and what DeepSpeed really page-locked."""
-    known = _reports.get(engine)
+    try:
+        known = _reports.get(engine)
+    except TypeError:  # nothing that an engine could be
+        known = None
     if known is None:
         known = Report(profile=None, notices=("this engine was not made by autotune_offload.initialize",))
     return replace(known, pinned_bytes=_really_pinned(engine))
@@ -212,7 +215,7 @@ def _decided_or_not(
         if strict:
             raise
         notice = f"not tuned, the run goes on with your own configuration: {_cause(error)}"
-        _warn_once(notice, error)
+        _warn(notice, error)
         return _Decided(config=None, report=Report(profile=None, notices=(notice,)))
 
 
@@ -220,10 +223,11 @@ def _cause(error: Exception) -> str:
     return str(error) if isinstance(error, AutotuneError) else f"{type(error).__name__}: {error}"
 
 
-def _warn_once(notice: str, error: Exception) -> None:
-    """On one rank; with a traceback only where the failure was not foreseen."""
+def _warn(notice: str, error: Exception | None = None) -> None:
+    """On one rank; with a traceback only where a failure was not foreseen."""
     if _rank() == 0:
-        _log.warning("autotune-offload: %s", notice, exc_info=not isinstance(error, AutotuneError))
+        unforeseen = error is not None and not isinstance(error, AutotuneError)
+        _log.warning("autotune-offload: %s", notice, exc_info=unforeseen)
 
 
 def _decided(
@@ -237,13 +241,20 @@ def _decided(
     settings = ds_config.settings(_with_overrides(config, autotune))
     why_not = _why_not(config, settings)
     if why_not is not None:
+        if settings.enabled:
+            _warn(f"not tuned: {why_not}")
         return _Decided(config=None, report=Report(profile=None, notices=(why_not,)))
     if workload is None and model is not None:
         workload = workloads.from_module(
             model, accumulation_steps=_accumulation(config), dtype=_dtype(config)
         )
     profile, source, notices = _profile(workload, settings)
-    carry_path = attaches and settings.path != "deepspeed" and profile.choice.beats_deepspeed
+    carry_path = (
+        attaches
+        and zero3.takes_a_path(config)
+        and settings.path != "deepspeed"
+        and profile.choice.beats_deepspeed
+    )
     tuned = zero3.tune(
         config,
         profile.choice,
@@ -251,6 +262,8 @@ def _decided(
         keep=settings.keep,
         carried=carry_path,
     )
+    for notice in tuned.notices:
+        _warn(notice)
     for change in tuned.changes:
         _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
     report_ = Report(
@@ -275,7 +288,7 @@ def _carried_out(engine: Any, decided: _Decided) -> Report:
     except Exception as error:  # fail open
         if decided.strict:
             raise
-        _warn_once(f"the {choice.path} path was not attached: {_cause(error)}", error)
+        _warn(f"the {choice.path} path was not attached: {_cause(error)}", error)
         status = Status(why_not=_cause(error))
     return replace(decided.report, path=status)
 

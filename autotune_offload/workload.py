@@ -73,6 +73,8 @@ def from_hf_config(
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
+        if not file.exists():
+            raise ConfigError(f'the folder "{path}" holds no config.json')
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -151,6 +151,20 @@ KNOWN = frozenset(
 """What some DeepSpeed from 0.14.5 to 0.19.8 takes in ``zero_optimization`` (`runtime/zero/config.py`)."""
 
 
+KNOWN_IN_SECTIONS = {
+    "offload_optimizer": frozenset(
+        """
+        device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
+        cpuadam_cores_perc
+        """.split()
+    ),
+    "offload_param": frozenset(
+        ("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory")
+    ),
+}
+"""The same for the two offload sections (`runtime/zero/offload_config.py`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """A configuration after `tune`, what was written into it, and what its owner should know."""
@@ -192,7 +206,13 @@ def tune(
     zero = tuned.get(ZERO)
     notices = list(_misplaced(tuned))
     if not isinstance(zero, dict):
-        return Tuned(config=tuned, changes=(), notices=(*notices, f"no {ZERO} section: nothing was tuned"))
+        near = [
+            name for name in difflib.get_close_matches(ZERO, map(str, tuned), n=1, cutoff=0.8) if name != ZERO
+        ]
+        hint = f'; DeepSpeed ignores "{near[0]}" without a word' if near else ""
+        return Tuned(
+            config=tuned, changes=(), notices=(*notices, f"no {ZERO} section: nothing was tuned{hint}")
+        )
     stage = _stage(zero)
     if not carried or stage < 3:
         choice = replace(choice, pin_optimizer=choice.pin_optimizer_alone)
@@ -219,6 +239,16 @@ def offloads(config: Mapping[str, Any]) -> bool:
     return any(_device(zero, section) for section in SECTION_STAGES) or any(
         _stage(zero) in SECTION_STAGES[section] for section in switched
     )
+
+
+def takes_a_path(config: Mapping[str, Any]) -> bool:
+    """Whether gradients leave by a path that can be attached: stage 3 with the optimizer on the CPU."""
+    zero = config.get(ZERO)
+    if not isinstance(zero, Mapping) or _stage(zero) != 3:
+        return False
+    block = zero.get("offload_optimizer")
+    on_cpu = isinstance(block, Mapping) and block.get("device") == "cpu"
+    return on_cpu or _as_flag(zero.get("cpu_offload")) is True
 
 
 def nested(changes: Iterable[Change]) -> dict[str, Any]:
@@ -478,11 +508,25 @@ def _wanted(dotted: str, value: object) -> str | None:
 
 
 def _unknown(zero: Mapping[str, Any]) -> Iterator[str]:
-    for name in zero:
-        if name not in KNOWN:
-            near = difflib.get_close_matches(str(name), KNOWN, n=1)
+    """Keys that DeepSpeed refuses, and offload sections and devices that it would not know."""
+    yield from _unknown_names(ZERO, zero, KNOWN)
+    for section, known in KNOWN_IN_SECTIONS.items():
+        block = zero.get(section)
+        where = f"{ZERO}.{section}"
+        if isinstance(block, Mapping):
+            yield from _unknown_names(where, block, known)
+            if block.get("device", "cpu") not in ("none", "cpu", "nvme", "auto"):
+                yield f'{where}.device is {_shown(block["device"])}; DeepSpeed takes "none", "cpu" or "nvme"'
+        elif block not in (None, "auto"):
+            yield f'{where} is {_shown(block)}; DeepSpeed takes an object such as {{"device": "cpu"}}'
+
+
+def _unknown_names(where: str, block: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
+    for name in block:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
             hint = f'; did you mean "{near[0]}"?' if near else ""
-            yield f"{ZERO}.{name} is no key of DeepSpeed {OLDEST} to 0.19.8, which refuses such keys{hint}"
+            yield f"{where}.{name} is no key of DeepSpeed {OLDEST} to 0.19.8, which refuses such keys{hint}"
 
 
 def _unused(keep: Iterable[str]) -> Iterator[str]:

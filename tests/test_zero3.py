@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from autotune_offload import zero3
 from autotune_offload.ds_config import read
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import Choice, ZeroSizes
@@ -647,3 +650,55 @@ def test_the_documentation_has_a_row_for_every_key_with_its_default() -> None:
         last = f"`false`; `true` from {key.defaults[-1][0]}" if key.overrides else f"{key.defaults[0][1]:,}"
         assert f"| {stages} |" in row
         assert row.endswith(f"| {last} |")
+
+
+@pytest.mark.parametrize(
+    ("section", "block", "said"),
+    [
+        (
+            "offload_param",
+            {"device": "cpu", "pin_memry": True},
+            'pin_memry is no key .* did you mean "pin_memory"',
+        ),
+        ("offload_optimizer", {"devise": "cpu"}, 'devise is no key .* did you mean "device"'),
+        ("offload_optimizer", {"device": "gpu"}, 'offload_optimizer.device is "gpu"; DeepSpeed takes'),
+        ("offload_optimizer", "cpu", 'offload_optimizer is "cpu"; DeepSpeed takes an object'),
+    ],
+)
+def test_mistakes_inside_the_offload_sections_are_named(section: str, block: object, said: str) -> None:
+    """DeepSpeed refuses them; a notice says what to write instead."""
+    config = {"zero_optimization": {"stage": 3, section: block}}
+    notices = tune(config, make_choice(), version="0.19.8").notices
+    assert any(re.search(said, notice) for notice in notices)
+
+
+def test_a_misspelt_zero_section_is_named() -> None:
+    """DeepSpeed would train without ZeRO, and say nothing."""
+    config = {"zero_optimisation": {"stage": 3}}
+    assert (
+        'DeepSpeed ignores "zero_optimisation"' in tune(config, make_choice(), version="0.19.8").notices[-1]
+    )
+
+
+@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
+def test_the_known_keys_of_the_sections_hold_the_parsers(section: str) -> None:
+    """Every key that the installed DeepSpeed takes is known here."""
+    module = importlib.import_module("deepspeed.runtime.zero.offload_config")
+    name = {"offload_optimizer": "Optimizer", "offload_param": "Param"}[section]
+    fields = getattr(module, f"DeepSpeedZeroOffload{name}Config").model_fields
+    assert set(fields) <= zero3.KNOWN_IN_SECTIONS[section]
+
+
+@pytest.mark.parametrize(
+    ("zero", "takes"),
+    [
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, True),
+        ({"stage": 3, "cpu_offload": True}, True),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, False),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, False),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, False),
+    ],
+)
+def test_a_path_needs_stage_3_and_an_optimizer_on_the_cpu(zero: dict[str, Any], takes: bool) -> None:
+    """Elsewhere DeepSpeed's own code carries the gradients."""
+    assert zero3.takes_a_path({"zero_optimization": zero}) is takes
