@@ -20,6 +20,9 @@ from autotune_offload.workload import DTYPE_BYTES, middle_elements
 _TIE = 0.02
 """Two medians closer than 2 % are never told apart, however small the spread in one process."""
 
+_BUFFER_TIE = 0.01
+"""The same between two of one path: they pin alike, and smaller buffers are not worth more than 1 %."""
+
 _FAR = 2.0
 """Who takes more than this many times the best is not told apart by the noise, and does not add to it."""
 
@@ -126,14 +129,14 @@ class Verdict:
         )
 
     def _by_tie_rule(self) -> Entrant[Candidate]:
-        """Within the noise, the path that pins less; of its own, within the least tie, the smaller buffers.
+        """Within the noise, the path that pins less; of its own, within a smaller tie, the smaller buffers.
 
         Two of one path pin alike: to give up the noise between them as well would buy nothing.
         """
         path = min((e.record.path for e in self.near), key=_PINS.__getitem__)
         same = [e for e in self.near if e.record.path == path]
         fastest = min(same, key=lambda e: e.median)
-        return min((e for e in same if self._ratio(e, fastest) <= 1 + _TIE), key=_modesty)
+        return min((e for e in same if self._ratio(e, fastest) <= 1 + _BUFFER_TIE), key=_modesty)
 
     # -- comparing --
 
@@ -151,10 +154,12 @@ class Verdict:
         """
         pairs = zip(one.seconds, other.seconds, strict=False)
         ratios = [self._counted(b) / self._counted(a) for a, b in pairs]
-        if other is one or not other.timed or self._ratio(other, one) > _FAR:
+        if other is one or not other.timed:
             return 0.0
         if len(ratios) < _FEW_ROUNDS:
             return _UNREPEATED
+        if self._ratio(other, one) > _FAR:
+            return 0.0
         error = 1.253 * interquartile_range(ratios) / 1.349 / math.sqrt(len(ratios))
         return 1.96 * error / statistics.median(ratios)
 
@@ -226,6 +231,7 @@ class Verdict:
                 f"{words(chosen.record)}: a near tie goes to what pins less, then to the smaller buffers"
             )
         yield from self._other_paths()
+        yield from self._other_cast()
         yield from self._not_tried()
 
     def _against_own(self) -> Iterator[str]:
@@ -253,6 +259,19 @@ class Verdict:
                 told.add(other.record.path)
                 times = f"{self._ratio(other, self.chosen):.2f} times as much"
                 yield f"{words(other.record)} adds {_shown(other.median)}, {times}"
+
+    def _other_cast(self) -> Iterator[str]:
+        """The best of the same path with the cast elsewhere, where that is clearly slower."""
+        record = self.chosen.record
+        others = [
+            e
+            for e in self.outcome.candidates
+            if e.timed and e.record.path == record.path and e.record.cast != record.cast
+        ]
+        best = min(others, key=lambda e: e.median, default=None)
+        if best is not None and self._ratio(best, self.chosen) > 1 + self.noise:
+            times = f"{self._ratio(best, self.chosen):.2f} times as much"
+            yield f"with the cast on the {best.record.cast} the same path adds {_shown(best.median)}, {times}"
 
     def _not_tried(self) -> Iterator[str]:
         if self.rules.not_on_offer is not None:
