@@ -13,9 +13,11 @@ import importlib
 import mmap
 import os
 import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from autotune_offload import kernel
 from autotune_offload.errors import DeviceError, PinError
-from autotune_offload.records import DeviceIdentity
+from autotune_offload.records import DeviceIdentity, HostFacts, Limits
 
 SYNCHRONOUS_KINDS = frozenset({"cpu"})
 """Kinds whose operations have finished when the call returns: there a no-op synchronize is right."""
@@ -73,6 +75,8 @@ class Device(ABC):
     identity: DeviceIdentity
     synchronous: bool
     shares_host_memory: bool
+    checked_elements: int = sys.maxsize
+    """Values after which a check of bytes may stop, on a device that is slow at moving them."""
 
     @abstractmethod
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
@@ -171,6 +175,46 @@ class Device(ABC):
     def intraop_threads(self) -> int:
         """Threads that a host operation in the calling thread may use."""
         return torch.get_num_threads()
+
+    @contextlib.contextmanager
+    def intraop(self, count: int) -> Iterator[None]:
+        """Host operations inside use so many threads of torch's; 0 leaves them as they are."""
+        before = torch.get_num_threads()
+        if count:
+            torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    # -- what a device that is not there does otherwise --
+
+    @contextlib.contextmanager
+    def selected(self) -> Iterator[Device]:
+        """Make this the current device inside, and put the former one back."""
+        yield self
+
+    def own_threads(self, count: int) -> Executor | None:
+        """Who stands for `count` host threads beside the calling one; None is threads of this process."""
+        del count
+        return None
+
+    def timed_only(self) -> contextlib.AbstractContextManager[Any]:
+        """Only the clock is looked at inside, so that values need not arrive; a real device moves them still."""
+        return contextlib.nullcontext()
+
+    def computes(self) -> bool:
+        """Whether compute of the device's can run beside its copies."""
+        return not self.synchronous
+
+    def host_facts(self) -> HostFacts | None:
+        """The host beside it, where that is not the one of this process."""
+        return None
+
+    def host_limits(self, max_pinned_bytes: int | None) -> Limits | None:
+        """The limits of that host, where it is not the one of this process."""
+        del max_pinned_bytes
+        return None
 
 
 class AcceleratorDevice(Device):

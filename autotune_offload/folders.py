@@ -1,4 +1,4 @@
-"""Where this package keeps what it makes: profiles, and the compiled pass."""
+"""Where this package keeps what it makes, profiles and the compiled pass, and finds a user's own machines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import platformdirs
 
 CACHE_VARIABLE = "AUTOTUNE_OFFLOAD_CACHE"
 """Names the folder of the profiles; the compiled pass lies in a folder below it."""
+
+MACHINES_VARIABLE = "AUTOTUNE_OFFLOAD_MACHINES"
+"""Names the folder of the user's own machine descriptions."""
 
 
 def profiles() -> Path:
@@ -25,3 +28,14 @@ def profiles() -> Path:
 def kernels() -> Path:
     """The folder of the compiled pass."""
     return profiles() / "kernels"
+
+
+def machines() -> Path:
+    """The folder that MACHINES_VARIABLE names, else one in the user's configuration directory."""
+    named = os.environ.get(MACHINES_VARIABLE)
+    if named:
+        return Path(named)
+    try:
+        return platformdirs.user_config_path("autotune-offload", appauthor=False) / "machines"
+    except RuntimeError:  # no home directory, as in `profiles`
+        return Path("~/.config/autotune-offload/machines")

@@ -317,15 +317,16 @@ def _arenas(
 ) -> Iterator[_Arenas]:
     size = _arena_bytes(device, plan, seconds, cache_bytes, memory_bytes)
     source = device.host_empty(size, torch.uint8)
-    torch.arange(size // 4, dtype=torch.int32, device="cpu", out=source.view(torch.int32))
+    checked = min(size, device.checked_elements)
+    torch.arange(checked // 4, dtype=torch.int32, device="cpu", out=source[:checked].view(torch.int32))
     target = device.host_empty(size, torch.uint8)
     on_device = device.empty(size, torch.uint8)
-    device.h2d(on_device, source)
+    device.h2d(on_device[:checked], source[:checked])
     arenas = _Arenas(size=size, source=source, target=target, device=on_device)
     if pin_bytes >= plan.smallest_bytes:
         with contextlib.suppress(PinError):  # the curves then show that nothing pins at this size
             arenas.pinned = device.pinned_empty(min(size, _power_of_two_below(pin_bytes)), torch.uint8)
-            arenas.pinned.copy_(source[: arenas.pinned.numel()])
+            arenas.pinned[:checked].copy_(source[: arenas.pinned[:checked].numel()])
     try:
         yield arenas
     finally:
@@ -362,18 +363,6 @@ def _touched_per_second(device: Device, size: int) -> float:
 
 def _power_of_two_below(size: int) -> int:
     return 1 << max(size.bit_length() - 1, 0)
-
-
-@contextlib.contextmanager
-def _intraop_threads(count: int) -> Iterator[None]:
-    """Torch's own threads inside; 0 leaves them as they are."""
-    before = torch.get_num_threads()
-    if count:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _expected_seconds(points: Sequence[Transfer], size: int) -> float:
@@ -436,7 +425,7 @@ class _Session:
 
     def curve(self, curve: _Curve, deadline: float) -> tuple[Transfer, ...]:
         """The points of one curve, with the threads that it asks for."""
-        with _intraop_threads(curve.threads):
+        with self.device.intraop(curve.threads):
             return tuple(self._points(curve, deadline))
 
     def _points(self, curve: _Curve, deadline: float) -> Iterator[Transfer]:
@@ -447,7 +436,8 @@ class _Session:
             copies = self.plan.min_samples + _CHECK_COPIES
             if points and _expected_seconds(points, size) * copies > deadline - self.device.now():
                 return
-            self._check_bytes(curve, size)
+            if size <= self.device.checked_elements:
+                self._check_bytes(curve, size)
             share = max(deadline - self.device.now(), 0) / (len(sizes) - index)
             points.append(self._point(curve, size, self.device.now() + share, warm_up=index == 0))
             yield points[-1]
@@ -523,6 +513,10 @@ class _Session:
         Another process on a core can make an operation a thousand times longer (a parallel region waits
         for its last thread), so time is looked at after every sample.
         """
+        with self.device.timed_only():
+            return self._sampled(run, deadline, warm_up=warm_up)
+
+    def _sampled(self, run: Callable[[int], float], deadline: float, *, warm_up: bool) -> Sampled:
         plan, started = self.plan, self.device.now()
         once = self._warm(run, min(started + plan.warmup_seconds, deadline) if warm_up else started)
         count = max(min(int(_SAMPLE_SECONDS / max(once, 1e-9)), 64), 1)
@@ -604,7 +598,7 @@ class _Session:
     ) -> Iterator[Callable[[int], float]]:
         device = self.device
         streams = device.new_stream(), device.new_stream()
-        with ThreadPoolExecutor(2) as pool:
+        with device.own_threads(2) or ThreadPoolExecutor(2) as pool:
 
             def one_way(stream_index: int, pairs: tuple[Tensor, Tensor]) -> None:
                 copy = device.h2d if stream_index else device.d2h
@@ -630,7 +624,7 @@ class _Session:
         rates = []
         for index, (where, threads) in enumerate(cases):
             share = (self.deadline - self.device.now()) / (len(cases) - index)
-            with _intraop_threads(threads):
+            with self.device.intraop(threads):
                 rates.append(self._cast(where, threads, self.device.now() + max(share, 0)))
         return tuple(rates)
 

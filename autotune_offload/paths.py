@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Barrier
 from typing import Protocol
@@ -92,10 +92,11 @@ class HostThreads:
     def __init__(self, count: int, device: Device | None = None) -> None:
         """Starts the threads, on `device`; the caller's own number of torch threads stays as it was."""
         self.count = count
-        self._pool: ThreadPoolExecutor | None = None
-        if count:
-            self._pool = ThreadPoolExecutor(count, thread_name_prefix="autotune-offload")
-            self._start(self._pool, device)
+        self._pool: Executor | None = device.own_threads(count) if count and device is not None else None
+        if count and self._pool is None:
+            threads = ThreadPoolExecutor(count, thread_name_prefix="autotune-offload")
+            self._start(threads, device)
+            self._pool = threads
 
     def _start(self, pool: ThreadPoolExecutor, device: Device | None) -> None:
         before = torch.get_num_threads()

@@ -14,7 +14,7 @@ import yaml
 
 from autotune_offload import host
 from autotune_offload import workload as workloads
-from autotune_offload.device import AcceleratorDevice
+from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import BudgetError, ConfigError
 from autotune_offload.paths import stock_sequence
@@ -73,7 +73,7 @@ def probe(
     budget_seconds: float | None = None,
     max_pinned_bytes: int | None = None,
     settings: Settings | None = None,
-    device: AcceleratorDevice | None = None,
+    device: Device | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure this host, choose, and return the profile. Saves nothing.
@@ -84,7 +84,7 @@ def probe(
         budget_seconds: instead of the plan's own, imports excluded.
         max_pinned_bytes: page-locked memory that this process may take at most.
         settings: what the user fixed in the ``autotune_offload`` block.
-        device: None takes the accelerator that DeepSpeed chooses.
+        device: None takes the accelerator that DeepSpeed chooses. One that is described brings its host along.
         progress: called with what is being measured and the fraction done.
 
     Raises:
@@ -105,10 +105,10 @@ def probe(
     loaded = load_plan(plan, budget_seconds)
     started = device.now()
     workload = workload or default_workload()
-    facts, software = host.facts(), host.software()
-    limits = host.limits(
-        max_pinned_bytes=None if isinstance(steer.max_pinned_bytes, str) else steer.max_pinned_bytes,
-        pin_backend=device.identity.pin_backend,
+    facts, software = device.host_facts() or host.facts(), host.software()
+    cap = None if isinstance(steer.max_pinned_bytes, str) else steer.max_pinned_bytes
+    limits = device.host_limits(cap) or host.limits(
+        max_pinned_bytes=cap, pin_backend=device.identity.pin_backend
     )
     report, share = progress or _silent, loaded.measure_share
     with measuring(device):
@@ -250,7 +250,7 @@ def _silent(what: str, fraction: float) -> None:
 
 
 @contextmanager
-def measuring(device: AcceleratorDevice) -> Iterator[Any]:
+def measuring(device: Device) -> Iterator[Any]:
     """The right device current, and no garbage collection in the middle of a sample."""
     collecting = gc.isenabled()
     gc.disable()

@@ -27,6 +27,11 @@ def config_file(*parts: str) -> Path:
     return shipped[wanted]
 
 
+def listed(folder: str) -> tuple[str, ...]:
+    """Names of the files that are shipped in a folder below ``configs/``, in order."""
+    return tuple(sorted(path.name for path in (_configs_folder() / folder).glob("*") if path.is_file()))
+
+
 def _configs_folder() -> Path:
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"

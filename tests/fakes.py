@@ -1,6 +1,5 @@
-"""Stand-ins for accelerators on a machine that has none; everything is kept in host memory.
+"""A device for tests beside those of `autotune_offload.testing`, and those in the form that tests use.
 
-`FakeAccelerator` has the calls of a `DeepSpeedAccelerator` that are used, and writes each one down.
 `DeferredDevice` is an asynchronous `Device`: queued work runs only when something waits for it.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,146 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune_offload.device import AcceleratorDevice, Device
+from autotune_offload.device import Device
 from autotune_offload.errors import PinError
 from autotune_offload.records import DeviceIdentity
+from autotune_offload.testing import Calls, FakeAccelerator, FakeAcceleratorDevice, habana_modules, junk
 
-JUNK = 0x5A
-"""Every byte of memory that was just allocated."""
-
-Calls = list[tuple[Any, ...]]
-
-
-def junk(elements: int, dtype: torch.dtype) -> Tensor:
-    """Host memory that holds nothing of use."""
-    raw = torch.full((elements * dtype.itemsize,), JUNK, dtype=torch.uint8, device="cpu")
-    return raw.view(dtype)
-
-
-# -- an accelerator as DeepSpeed has it -----------------------------------------------------------
-
-
-class FakeStream:
-    """A stream that only writes down what is asked of it."""
-
-    def __init__(self, calls: Calls, name: str) -> None:
-        self.calls, self.name = calls, name
-
-    def synchronize(self) -> None:
-        self.calls.append(("stream.synchronize", self.name))
-
-    def wait_event(self, event: Any) -> None:
-        self.calls.append(("stream.wait_event", self.name))
-
-
-class FakeEvent:
-    """An event that only writes down what is asked of it."""
-
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
-
-    def record(self, stream: FakeStream) -> None:
-        self.calls.append(("event.record", stream.name))
-
-    def synchronize(self) -> None:
-        self.calls.append(("event.synchronize",))
-
-
-class FakeAccelerator:
-    """The documented calls of a `DeepSpeedAccelerator`; any other attribute does not exist.
-
-    `pinning` is what `pin_memory` does: "pins", "same object", "pageable", or an exception to raise.
-    """
-
-    def __init__(self, kind: str = "cuda", *, count: int = 4, pinning: Any = "pins") -> None:
-        self.kind, self.count, self.pinning = kind, count, pinning
-        self.calls: Calls = []
-        self.current = 0
-        self._streams = [FakeStream(self.calls, "default")]
-        self._made = 0
-        self._pinned: set[int] = set()
-
-    def device_name(self, device_index: int | None = None) -> str:
-        return (
-            self.kind
-            if device_index is None or self.kind in {"cpu", "hpu"}
-            else f"{self.kind}:{device_index}"
-        )
-
-    def device_count(self) -> int:
-        return self.count
-
-    def current_device(self) -> int:
-        return self.current
-
-    def set_device(self, device_index: int) -> None:
-        self.calls.append(("set_device", device_index))
-        self.current = device_index
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        return 1 << 36
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        self.calls.append(("synchronize",))
-
-    @property
-    def Stream(self) -> Callable[[], FakeStream]:
-        return self._stream
-
-    def _stream(self) -> FakeStream:
-        self._made += 1
-        self.calls.append(("Stream",))
-        return FakeStream(self.calls, f"stream {self._made}")
-
-    @property
-    def Event(self) -> Callable[[], FakeEvent]:
-        return lambda: FakeEvent(self.calls)
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.calls.append(("enter", stream.name))
-        self._streams.append(stream)
-        try:
-            yield
-        finally:
-            self._streams.pop()
-            self.calls.append(("leave", stream.name))
-
-    def current_stream(self, device_index: int | None = None) -> FakeStream:
-        return self._streams[-1]
-
-    def pin_memory(self, tensor: Tensor, /) -> Tensor:
-        self.calls.append(("pin_memory", tensor.nbytes))
-        if isinstance(self.pinning, BaseException):
-            raise self.pinning
-        if self.pinning == "same object":
-            return tensor
-        copy = tensor.clone()
-        if self.pinning == "pins":
-            self._pinned.add(copy.data_ptr())
-        return copy
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.data_ptr() in self._pinned
-
-    def unpin_memory(self, tensor: Tensor) -> None:
-        self.calls.append(("unpin_memory", tensor.nbytes))
-        self._pinned.discard(tensor.data_ptr())
-
-
-class FakeAcceleratorDevice(AcceleratorDevice):
-    """The real `AcceleratorDevice`, with its device memory on the host."""
-
-    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return junk(elements, dtype)
+__all__ = ["DeferredDevice", "FakeAccelerator", "FakeAcceleratorDevice", "install_habana", "junk"]
 
 
 def install_habana(patch: pytest.MonkeyPatch, calls: Calls) -> None:
-    """A `habana_frameworks.torch.core` whose mark_step writes itself down."""
-    parts = ["habana_frameworks", "habana_frameworks.torch", "habana_frameworks.torch.core"]
-    modules = [types.ModuleType(name) for name in parts]
-    modules[-1].mark_step = lambda: calls.append(("mark_step",))  # type: ignore[attr-defined]
-    for name, module in zip(parts, modules, strict=True):
+    """The stand-in for habana_frameworks until the test ends."""
+    for name, module in habana_modules(calls).items():
         patch.setitem(sys.modules, name, module)
 
 

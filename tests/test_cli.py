@@ -50,6 +50,20 @@ SURFACE = {
     "profiles prune": ["--all", "--broken", "--cache", "--json", "--older-than", "--yes"],
     "profiles show": ["PROFILE", "--cache", "--json"],
     "show": ["PROFILE", "--cache", "--json"],
+    "simulate": [
+        *("MACHINE", "--accumulation-steps", "--all", "--budget", "--dtype", "--from-profile", "--json"),
+        *(
+            "--list",
+            "--max-pinned",
+            "--model",
+            "--noise",
+            "--params",
+            "--plan",
+            "--ranks",
+            "--seed",
+            "--write",
+        ),
+    ],
     "verify": ["--cache", "--config", "--json", "--params", "--profile", "--steps", "--warmup"],
 }
 """Every verb with its arguments and options: what scripts rely on. Change it on purpose only."""

@@ -22,14 +22,17 @@ FLOORS = {
     "device": 1,
     "store": 1,
     "ds_config": 1,
+    "machines": 1,
     "simulated": 1,
     "workload": 1,
+    "testing": 2,
     "measure": 2,
     "paths": 2,
     "trials": 2,
     "cost_model": 2,
     "candidates": 3,
     "contest": 3,
+    "described": 3,
     "zero_sizes": 3,
     "verdict": 3,
     "decide": 3,
@@ -46,6 +49,7 @@ NEIGHBOURS = {
     "records": {"errors"},
     "shipped": {"errors"},
     "kernel": {"folders"},
+    "simulated": {"device", "host", "machines"},
     "contest": {"candidates"},
     "zero_sizes": {"candidates"},
     "verdict": {"candidates", "contest"},
@@ -58,7 +62,17 @@ the decision is spread over modules."""
 HEAVY = {"torch", "deepspeed", "optuna"}
 HEAVY_AT_TOP = {
     module: {"torch"}
-    for module in ("kernel", "attach", "verify", "device", "measure", "paths", "simulated", "trials")
+    for module in (
+        "kernel",
+        "attach",
+        "verify",
+        "device",
+        "measure",
+        "paths",
+        "simulated",
+        "testing",
+        "trials",
+    )
 }
 """The modules that cannot work without a heavy library, and which one each of them may load at once."""
 

@@ -6,8 +6,12 @@ import math
 import re
 from decimal import Decimal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from autotune_offload.records import Workload
 
 _COUNT = re.compile(
     r"(?P<number>\d+(_\d+)*(\.\d+)?(e\+?\d{1,3})?)\s*(?P<unit>[kmbt]?)", re.IGNORECASE | re.ASCII
@@ -71,3 +75,22 @@ cache_option = click.option(
 )
 
 profile_argument = click.argument("profile", required=False)
+
+
+def workload(
+    params: int | None,
+    model: Path | None,
+    world_size: int | None,
+    accumulation_steps: int | None,
+    dtype: str | None,
+) -> Workload | None:
+    """What the options describe, or None where they leave it all to the probe."""
+    if (params, model, world_size, accumulation_steps, dtype) == (None,) * 5:
+        return None
+    from autotune_offload import workload as workloads
+
+    ranks, steps, torch_name = world_size or 1, accumulation_steps or 1, DTYPES[dtype or "bf16"]
+    if model is not None:
+        return workloads.from_hf_config(model, world_size=ranks, accumulation_steps=steps, dtype=torch_name)
+    count = params or workloads.DEFAULT_PARAMETERS
+    return workloads.from_parameter_count(count, world_size=ranks, accumulation_steps=steps, dtype=torch_name)

@@ -85,7 +85,7 @@ def command(
         raise click.UsageError("--params and --model both describe the model; give one of them")
     with stdout_set_aside():
         request = _Request(
-            workload=_workload(params, model, world_size, accumulation_steps, dtype),
+            workload=options.workload(params, model, world_size, accumulation_steps, dtype),
             plan=plan,
             budget_seconds=budget,
             max_pinned_bytes=max_pinned,
@@ -101,25 +101,6 @@ def command(
         from autotune_offload.cli.readable import print_profile
 
         print_profile(console(), profile, path)
-
-
-def _workload(
-    params: int | None,
-    model: Path | None,
-    world_size: int | None,
-    accumulation_steps: int | None,
-    dtype: str | None,
-) -> Workload | None:
-    """What the options describe, or None where they leave it all to the probe."""
-    if (params, model, world_size, accumulation_steps, dtype) == (None,) * 5:
-        return None
-    from autotune_offload import workload
-
-    ranks, steps, torch_name = world_size or 1, accumulation_steps or 1, options.DTYPES[dtype or "bf16"]
-    if model is not None:
-        return workload.from_hf_config(model, world_size=ranks, accumulation_steps=steps, dtype=torch_name)
-    count = params or workload.DEFAULT_PARAMETERS
-    return workload.from_parameter_count(count, world_size=ranks, accumulation_steps=steps, dtype=torch_name)
 
 
 def _obtain(store: Store, request: _Request) -> tuple[Profile, Path | None]:
