@@ -41,6 +41,8 @@ _LEAST_SHARE = 0.1
 _NOISE_SECONDS = 2e-3
 """For so long a disturbance lasts: what else a host does comes in bursts."""
 
+_JUNK = 0x5A
+
 _COPY_TRAFFIC = 2.0
 _CAST_TRAFFIC = 1.5
 """Bytes through memory for a byte that is written: a copy reads one, a cast from 16 bits half of one."""
@@ -440,6 +442,8 @@ class SimulatedDevice(Device):
         return tensor
 
     def _fresh(self, tensor: Tensor, *, cold: bool) -> None:
+        """New memory holds junk, as far as checks look: not by chance what was there before."""
+        tensor.view(torch.uint8)[: 4 * self.checked_elements].fill_(_JUNK)
         begin = tensor.data_ptr()
         for old in [
             b for b, (size, _) in self._cold.items() if b < begin + tensor.nbytes and begin < b + size
