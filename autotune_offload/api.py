@@ -191,6 +191,7 @@ class _Decided:
     config: dict[str, Any] | None
     report: Report
     carry_path: bool = False
+    device: AcceleratorDevice | None = None
     strict: bool = False
 
 
@@ -248,7 +249,8 @@ def _decided(
         workload = workloads.from_module(
             model, accumulation_steps=_accumulation(config), dtype=_dtype(config)
         )
-    profile, source, notices = _profile(workload, settings)
+    device = AcceleratorDevice()
+    profile, source, notices = _profile(workload, settings, device)
     carry_path = (
         attaches
         and zero3.takes_a_path(config)
@@ -272,7 +274,9 @@ def _decided(
         notices=(*notices, *tuned.notices, *profile.warnings),
         source=source,
     )
-    return _Decided(config=tuned.config, report=report_, carry_path=carry_path, strict=settings.strict)
+    return _Decided(
+        config=tuned.config, report=report_, carry_path=carry_path, device=device, strict=settings.strict
+    )
 
 
 def _carried_out(engine: Any, decided: _Decided) -> Report:
@@ -284,7 +288,7 @@ def _carried_out(engine: Any, decided: _Decided) -> Report:
         if choice.path == "pinned" and not engine.optimizer.offload_optimizer_pin_memory:
             status = Status(why_not="offload_optimizer.pin_memory stays false, as you wrote it")
         else:
-            status = attach(engine, choice)
+            status = attach(engine, choice, decided.device)
     except Exception as error:  # fail open
         if decided.strict:
             raise
@@ -307,9 +311,11 @@ def _why_not(config: Mapping[str, Any], settings: ds_config.Settings) -> str | N
     return None
 
 
-def _profile(workload: Workload | None, settings: ds_config.Settings) -> tuple[Profile, str, tuple[str, ...]]:
+def _profile(
+    workload: Workload | None, settings: ds_config.Settings, device: AcceleratorDevice
+) -> tuple[Profile, str, tuple[str, ...]]:
     """The stored profile of this environment, or a new one that is stored if it can be."""
-    store, device = Store(), AcceleratorDevice()
+    store = Store()
     found = lookup(store, workload, device, settings)
     if not isinstance(found, Miss):
         return found, f"stored profile of {found.created}", ()

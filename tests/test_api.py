@@ -426,7 +426,7 @@ def test_a_path_that_beats_deepspeed_is_attached(
     """The engine gets the choice, and the report its status."""
     attached = []
 
-    def attach(engine: Any, choice: Any) -> Status:
+    def attach(engine: Any, choice: Any, device: Any) -> Status:
         attached.append((engine, choice))
         return Status(why_not="a stub")
 
@@ -447,7 +447,7 @@ def test_a_path_that_cannot_be_attached_costs_one_warning(
 ) -> None:
     """The engine runs DeepSpeed's own code; strict raises."""
 
-    def attach(engine: Any, choice: Any) -> Status:
+    def attach(engine: Any, choice: Any, device: Any) -> Status:
         raise RuntimeError("no such hook")
 
     monkeypatch.setattr(api, "attach", attach)
@@ -468,7 +468,7 @@ def test_deepspeeds_own_code_stays_where_it_is_not_beaten(
     calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, steer: Any
 ) -> None:
     """Or where the user asked for it: nothing is attached."""
-    monkeypatch.setattr(api, "attach", lambda engine, choice: pytest.fail("attached"))
+    monkeypatch.setattr(api, "attach", lambda *arguments: pytest.fail("attached"))
     probes.choice = make_choice(gain=1.0) if steer is None else make_choice()
     engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=steer)
     assert api.report(engine).path is None
