@@ -15,7 +15,7 @@ from autotune_offload.cost_model import CostModel
 from autotune_offload.device import Device
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import ConfigError
-from autotune_offload.records import Candidate, Limits, Path, PinCost, Workload
+from autotune_offload.records import Candidate, Choice, Limits, Path, PinCost, Workload
 from autotune_offload.workload import DTYPE_BYTES
 
 PARAMETERS = ("path", "cast", "buffer_bytes", "buffer_count", "host_threads")
@@ -34,8 +34,8 @@ _NEVER_PRUNED = 0.02
 """What is predicted to add less than this part of a backward's compute is tried in any case."""
 
 
-def key(candidate: Candidate) -> tuple[Any, ...]:
-    """Its values of `PARAMETERS`."""
+def key(candidate: Candidate | Choice) -> tuple[Any, ...]:
+    """Its values of `PARAMETERS`: those of a choice are the candidate's that was chosen."""
     return tuple(getattr(candidate, name) for name in PARAMETERS)
 
 

@@ -92,7 +92,7 @@ def repeat(budget_seconds: float | None, rounds: int) -> Repeat:
     """One probe, and the sweep that judges it."""
     profile = probe(budget_seconds=budget_seconds)
     ranked = sorted(sweep(profile, rounds), key=lambda e: e.median)
-    chosen = next(e for e in ranked if key(e.record) == key(_chosen(profile)))
+    chosen = next(e for e in ranked if key(e.record) == key(profile.choice))
     return Repeat(
         path=profile.choice.path,
         tie=profile.choice.tie,
@@ -104,17 +104,6 @@ def repeat(budget_seconds: float | None, rounds: int) -> Repeat:
             mine / max(best, 1e-12) for mine, best in zip(chosen.seconds, ranked[0].seconds, strict=True)
         ),
         sweep_seconds={words(e.record): e.median for e in ranked},
-    )
-
-
-def _chosen(profile: Profile) -> Candidate:
-    choice = profile.choice
-    return Candidate(
-        path=choice.path,
-        cast=choice.cast,
-        buffer_bytes=choice.buffer_bytes,
-        buffer_count=choice.buffer_count,
-        host_threads=choice.host_threads,
     )
 
 

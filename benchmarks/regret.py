@@ -45,7 +45,7 @@ from autotune_offload.candidates import PinRules, grid, key
 from autotune_offload.ds_config import Settings
 from autotune_offload.paths import STOCK_SEQUENCES, build, destination_memory
 from autotune_offload.probing import probe
-from autotune_offload.records import Candidate, Memory, Profile, Workload
+from autotune_offload.records import Memory, Profile, Workload
 from autotune_offload.simulated import Faults, SimulatedDevice
 from autotune_offload.trials import Bench
 from autotune_offload.verdict import words
@@ -74,14 +74,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 128,
         "num_hidden_layers": 6,
         "num_attention_heads": 4,
-        "gpt2": {
-            "model_type": "gpt2",
-            "n_embd": 768,
-            "n_layer": 12,
-            "n_head": 12,
-            "vocab_size": 50257,
-            "n_positions": 1024,
-        },
         "vocab_size": 50304,
         "tie_word_embeddings": False,
     },
@@ -272,18 +264,7 @@ def _in_effect(profile: Profile) -> str:
     choice = profile.choice
     if not choice.beats_deepspeed:
         return _own("pinned" if choice.pin_optimizer else "pageable")
-    return words(next(each for each in profile.candidates if key(each) == key(_candidate(profile))))
-
-
-def _candidate(profile: Profile) -> Candidate:
-    choice = profile.choice
-    return Candidate(
-        path=choice.path,
-        cast=choice.cast,
-        buffer_bytes=choice.buffer_bytes,
-        buffer_count=choice.buffer_count,
-        host_threads=choice.host_threads,
-    )
+    return words(next(each for each in profile.candidates if key(each) == key(profile.choice)))
 
 
 def evaluate_all(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
     from autotune_offload.records import Workload
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 _COUNT = re.compile(
     r"(?P<number>\d+(_\d+)*(\.\d+)?(e\+?\d{1,3})?)\s*(?P<unit>[kmbt]?)", re.IGNORECASE | re.ASCII
@@ -94,3 +97,30 @@ def workload(
         return workloads.from_hf_config(model, world_size=ranks, accumulation_steps=steps, dtype=torch_name)
     count = params or workloads.DEFAULT_PARAMETERS
     return workloads.from_parameter_count(count, world_size=ranks, accumulation_steps=steps, dtype=torch_name)
+
+
+def workload_options(ranks: str) -> Callable[[Command], Command]:
+    """The options that describe a workload, in the order of the help; `ranks` names the one for their number."""
+    described = (
+        click.option(
+            "--params", type=parameter_count, metavar="COUNT", help="Parameters of the model: 7b, 125M, 7e9."
+        ),
+        click.option(
+            "--model",
+            type=click.Path(exists=True, path_type=Path),
+            metavar="PATH",
+            help="A Hugging Face config.json, or the folder that holds it.",
+        ),
+        click.option(ranks, type=click.IntRange(min=1), help="Ranks that share the model [default: 1]."),
+        click.option(
+            "--accumulation-steps", type=click.IntRange(min=1), help="Micro-steps a step [default: 1]."
+        ),
+        click.option("--dtype", type=click.Choice(list(DTYPES)), help="Gradients' dtype [default: bf16]."),
+    )
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(described):
+            command = option(command)
+        return command
+
+    return decorate

@@ -40,18 +40,7 @@ class _Request:
     help="Time to measure for, imports not counted.",
 )
 @click.option("--plan", type=click.Choice(PLANS), help="How much to measure [default: standard].")
-@click.option(
-    "--params", type=options.parameter_count, metavar="COUNT", help="Parameters of the model: 7b, 125M, 7e9."
-)
-@click.option(
-    "--model",
-    type=click.Path(exists=True, path_type=Path),
-    metavar="PATH",
-    help="A Hugging Face config.json, or the folder that holds it.",
-)
-@click.option("--world-size", type=click.IntRange(min=1), help="Ranks that share the model [default: 1].")
-@click.option("--accumulation-steps", type=click.IntRange(min=1), help="Micro-steps a step [default: 1].")
-@click.option("--dtype", type=click.Choice(list(options.DTYPES)), help="Gradients' dtype [default: bf16].")
+@options.workload_options("--world-size")
 @click.option(
     "--max-pinned",
     type=options.byte_size,

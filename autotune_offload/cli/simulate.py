@@ -38,18 +38,7 @@ _PINS = {(True, True): "both", (True, False): "state", (False, True): "params", 
     help="Save the machine's description as YAML; existing files stay.",
 )
 @click.option("--list", "listing", is_flag=True, help="List the machines and end.")
-@click.option(
-    "--params", type=options.parameter_count, metavar="COUNT", help="Parameters of the model: 7b, 125M, 7e9."
-)
-@click.option(
-    "--model",
-    type=click.Path(exists=True, path_type=Path),
-    metavar="PATH",
-    help="A Hugging Face config.json, or the folder that holds it.",
-)
-@click.option("--ranks", type=click.IntRange(min=1), help="Ranks that share the model [default: 1].")
-@click.option("--accumulation-steps", type=click.IntRange(min=1), help="Micro-steps a step [default: 1].")
-@click.option("--dtype", type=click.Choice(list(options.DTYPES)), help="Gradients' dtype [default: bf16].")
+@options.workload_options("--ranks")
 @click.option("--plan", type=click.Choice(PLANS), default="standard", help="How much to measure.")
 @click.option(
     "--budget", type=options.positive_seconds, metavar="SECONDS", help="Virtual time to measure for."
