@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import math
 import statistics
 import sys
@@ -32,6 +31,7 @@ from autotune_offload.probing import load_plan, measuring, probe
 from autotune_offload.records import Candidate, Measurements, Profile
 from autotune_offload.trials import Bench
 from autotune_offload.verdict import words
+from benchmarks.output import reporting
 
 LIMIT = 1.05
 
@@ -110,28 +110,28 @@ def repeat(budget_seconds: float | None, rounds: int) -> Repeat:
 def main() -> int:
     """Prints every repeat and the median; 1 where that is over its limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="everything as JSON on the last line")
+    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="probes and sweeps (5)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="of a probe (the standard plan's 5)")
     parser.add_argument("--rounds", type=int, default=15, help="of the sweep (15)")
     options = parser.parse_args()
     if options.repeat < 1 or options.rounds < 1:
         parser.error(f"--repeat {options.repeat}, --rounds {options.rounds}: expected at least 1")
-    repeats = []
-    for _ in range(options.repeat):
-        repeats.append(repeat(options.budget, options.rounds))
-        print(repeats[-1], flush=True)
-    ratios = [each.ratio for each in repeats]
-    median = statistics.median(ratios)
-    paths = collections.Counter(each.path + (" (a tie)" if each.tie else "") for each in repeats)
-    print(
-        f"chosen over best: median {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} repeats), "
-        f"limit {LIMIT:.2f}: {'ok' if median <= LIMIT else 'OVER'}; "
-        f"paths: {', '.join(f'{path} {count} times' for path, count in paths.most_common())}"
-    )
-    if options.json:
+    with reporting(options.json) as emit:
+        repeats = []
+        for _ in range(options.repeat):
+            repeats.append(repeat(options.budget, options.rounds))
+            print(repeats[-1], flush=True)
+        ratios = [each.ratio for each in repeats]
+        median = statistics.median(ratios)
+        paths = collections.Counter(each.path + (" (a tie)" if each.tie else "") for each in repeats)
+        print(
+            f"chosen over best: median {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} repeats), "
+            f"limit {LIMIT:.2f}: {'ok' if median <= LIMIT else 'OVER'}; "
+            f"paths: {', '.join(f'{path} {count} times' for path, count in paths.most_common())}"
+        )
         summary = {"median_ratio": median, "limit": LIMIT, "within": median <= LIMIT, "paths": dict(paths)}
-        print(json.dumps({**summary, "repeats": [asdict(each) for each in repeats]}))
+        emit({**summary, "repeats": [asdict(each) for each in repeats]})
     return 0 if median <= LIMIT else 1
 
 

@@ -3,13 +3,15 @@
 One engine in one process trains a 67M-parameter bf16 MLP; its steps alternate between DeepSpeed's own
 code and the attached path, so that both meet the same machine. Measured a step: host seconds inside
 `partition_grads`, the backward passes, the whole step. Beside them, in the same rounds, the floor: one
-pass that copies and casts every gradient partition once. On the CPU the layers multiply in fp32, since
-torch needs seconds for a bf16 backward on a processor without AVX-512; gradients are bf16 all the same.
+pass that copies and casts every gradient partition once; with accumulation, one pass more for each
+micro-step that only adds, since its sum has to be in memory when the next one comes. On the CPU the
+layers multiply in fp32, since torch needs seconds for a bf16 backward on a processor without AVX-512;
+gradients are bf16 all the same.
 
     python -m benchmarks.gradient_path                  a table
     python -m benchmarks.gradient_path --accumulation 1 --pairs 30
     PYTHONPATH=.cache/matrix/0.16.9 python -m benchmarks.gradient_path      another DeepSpeed, after `make matrix`
-    python -m benchmarks.gradient_path --json           the last line of stdout is one JSON object:
+    python -m benchmarks.gradient_path --json           one JSON object and nothing else:
         partition_grads_ratio, backward_ratio, step_ratio   stock over ours, medians of the pairs
         floor_ratio                                         ours over the floor
         bit_identical                                       fp32 gradients of both ways, every pair
@@ -21,7 +23,6 @@ Needs DeepSpeed's shared-memory op (built once, about 30 s). Exits 1 when a grad
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -39,6 +40,7 @@ from autotune_offload.attach import attach, detach
 from autotune_offload.host import software
 from autotune_offload.records import Candidate
 from autotune_offload.verify import single_process_environment
+from benchmarks.output import reporting
 
 LAYERS, WIDTH, ROWS = 16, 2048, 4
 
@@ -145,11 +147,18 @@ def train_step(
     return gradients
 
 
-def floor_seconds(sources: list[Tensor], destination: Tensor) -> float:
-    """One pass over every partition: read the low precision, write fp32."""
+def floor_seconds(
+    accumulation_steps: int, sources: list[Tensor], sums: list[Tensor], destination: Tensor
+) -> float:
+    """The least that must be read and written: each micro-step's sum kept, the last one's widened to fp32."""
     began = time.perf_counter()
+    for micro_step in range(accumulation_steps - 1):
+        for kept, source in zip(sums, sources, strict=True):
+            kept.add_(source) if micro_step else kept.copy_(source)
     offset = 0
-    for source in sources:
+    for kept, source in zip(sums, sources, strict=True):
+        if accumulation_steps > 1:
+            source = kept.add_(source)
         destination[offset : offset + source.numel()].copy_(source)
         offset += source.numel()
     return time.perf_counter() - began
@@ -171,6 +180,7 @@ def run_case(accumulation_steps: int, spec: Candidate, rounds: int, warmup: int)
     identical = True
     elements = sum(group.numel() for group in engine.optimizer.fp32_partitioned_groups_flat)
     sources = [torch.randn(WIDTH * WIDTH).bfloat16() for _ in range(LAYERS)]
+    sums = [torch.zeros_like(source) for source in sources]
     destination = torch.zeros(elements)
     for round_index in range(-warmup, rounds):
         batches = [torch.randn(ROWS, WIDTH).bfloat16().to(engine.device) for _ in range(accumulation_steps)]
@@ -189,7 +199,7 @@ def run_case(accumulation_steps: int, spec: Candidate, rounds: int, warmup: int)
             detach(engine)
         identical &= torch.equal(seen["stock"].view(torch.int32), seen["ours"].view(torch.int32))
         if round_index >= 0:
-            floors.append(floor_seconds(sources, destination))
+            floors.append(floor_seconds(accumulation_steps, sources, sums, destination))
     engine.destroy()
     return summary(accumulation_steps, spec, ways, floors, identical)
 
@@ -261,7 +271,7 @@ def main() -> int:
     parser.add_argument("--cast", default="host", choices=("device", "host"))
     options = parser.parse_args()
     cases = []
-    with single_process_environment():
+    with reporting(options.json) as emit, single_process_environment():
         for accumulation_steps in options.accumulation:
             for threads in options.threads if options.threads is not None else [0]:
                 spec = Candidate(
@@ -273,15 +283,17 @@ def main() -> int:
                 )
                 cases.append(run_case(accumulation_steps, spec, options.pairs, warmup=2))
                 show(cases[-1])
-    first = cases[0]
-    names = ("partition_grads_ratio", "backward_ratio", "step_ratio", "floor_ratio")
-    document = {name: first[name] for name in names}
-    document["deepspeed"] = software().deepspeed
-    document["bit_identical"] = all(case["bit_identical"] for case in cases)
-    if options.json:
-        sys.stdout.flush()
-        print(json.dumps({**document, "cases": cases}))
-    return 0 if document["bit_identical"] else 1
+        identical = all(case["bit_identical"] for case in cases)
+        ratios = ("partition_grads_ratio", "backward_ratio", "step_ratio", "floor_ratio")
+        emit(
+            {
+                **{name: cases[0][name] for name in ratios},
+                "bit_identical": identical,
+                "deepspeed": software().deepspeed,
+                "cases": cases,
+            }
+        )
+    return 0 if identical else 1
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@
 Over ELEMENTS values of each dtype, in turn in one process with one torch thread, each way once a round:
 the floor (torch's `copy_` to fp32, no norm), the compiled pass (fp32 and the fp64 sum of squares), torch's
 operations in pieces, and DeepSpeed's own way (a fresh fp64 temporary for the norm, a fresh fp32 one for the
-copy). Prints medians with their quartiles; with --json the last line of stdout is one JSON document.
+copy). Prints medians with their quartiles; with --json one JSON document and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autotune_offload import kernel
+from benchmarks.output import reporting
 
 ELEMENTS = 1 << 24
 
@@ -63,17 +63,19 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds}: quartiles need at least 2")
-    torch.set_num_threads(1)
-    document = {}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        document[name] = measure(dtype, options.rounds)
-        print(f"{name}, {ELEMENTS:,} values" + f" ({kernel.why_not_fused(dtype) or 'compiled pass in use'})")
-        for way, seconds in document[name].items():
-            low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-            print(f"  {way:10s} {median * 1e3:7.2f} ms (quartiles {low * 1e3:.2f} to {high * 1e3:.2f})")
-    if options.json:
-        print(json.dumps(document))
+    with reporting(options.json) as emit:
+        torch.set_num_threads(1)
+        document = {}
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            name = str(dtype).removeprefix("torch.")
+            document[name] = measure(dtype, options.rounds)
+            print(
+                f"{name}, {ELEMENTS:,} values" + f" ({kernel.why_not_fused(dtype) or 'compiled pass in use'})"
+            )
+            for way, seconds in document[name].items():
+                low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+                print(f"  {way:10s} {median * 1e3:7.2f} ms (quartiles {low * 1e3:.2f} to {high * 1e3:.2f})")
+        emit(document)
     return 0
 
 

@@ -13,7 +13,7 @@ Without --all the cases are drawn evenly from the whole product with a fixed see
 from 11 cases on, and no case is begun after --seconds. Accumulation steps change how often the gradients leave
 and not how, so cases that differ in them alone are decided once.
 
-Output: one line for the worst cases, then the figures; with --json the last line of stdout is one JSON document
+Output: one line for the worst cases, then the figures; with --json one JSON document and nothing else
 {"worst_regret": ..., "mean_regret": ..., "trials": ..., "cases": ..., ...}, where `trials` is the mean number
 of timed passes in a case, `candidates` how many of how many were timed. The exit status is 1 where the mean is
 not below 0.01 or the worst not below 0.05.
@@ -49,6 +49,7 @@ from autotune_offload.records import Memory, Profile, Workload
 from autotune_offload.simulated import Faults, SimulatedDevice
 from autotune_offload.trials import Bench
 from autotune_offload.verdict import words
+from benchmarks.output import reporting
 
 MEAN_LIMIT, WORST_LIMIT = 0.01, 0.05
 TRUTH_ELEMENTS = 1 << 25
@@ -316,7 +317,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 def main() -> int:
     """Prints the worst cases and the figures; 1 where they are over their limits."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="everything as JSON on the last line")
+    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     parser.add_argument("--cases", type=int, default=132, metavar="N", help="how many are drawn (132)")
     parser.add_argument("--all", action="store_true", help="the whole product; takes an hour or more")
     parser.add_argument("--seconds", type=float, default=900, help="after which no case is begun (900)")
@@ -329,24 +330,24 @@ def main() -> int:
     started, names = time.monotonic(), machines.names()
     cases = every_case(names) if options.all else some_cases(names, options.cases)
     seconds = math.inf if options.all else options.seconds
-    results = []
-    for result in evaluate_all(
-        cases, noise=options.noise, plan=options.plan, jobs=options.jobs, seconds=seconds
-    ):
-        results.append(result)
-        print(f"{len(results)} of {len(cases)}: {result.regret:.2%} {result.case}", file=sys.stderr)
-    for result in sorted(results, key=lambda each: -each.regret)[:10]:
-        print(f"{result.regret:7.2%}  {result.case}: {result.chosen}; best: {result.best}")
-    figures = {**summary(results), "seconds": time.monotonic() - started}
-    print(
-        f"mean regret {figures['mean_regret']:.2%} (limit {MEAN_LIMIT:.0%}), worst {figures['worst_regret']:.2%} "
-        f"(limit {WORST_LIMIT:.0%}), {figures['cases']} cases, {figures['trials']:.0f} timed passes a case; "
-        f"{figures['candidates_timed']:.0f} of {figures['candidates_open']:.0f} candidates timed: "
-        f"{'ok' if figures['within'] else 'OVER'}"
-    )
-    if options.json:
+    with reporting(options.json) as emit:
+        results = []
+        for result in evaluate_all(
+            cases, noise=options.noise, plan=options.plan, jobs=options.jobs, seconds=seconds
+        ):
+            results.append(result)
+            print(f"{len(results)} of {len(cases)}: {result.regret:.2%} {result.case}", file=sys.stderr)
+        for result in sorted(results, key=lambda each: -each.regret)[:10]:
+            print(f"{result.regret:7.2%}  {result.case}: {result.chosen}; best: {result.best}")
+        figures = {**summary(results), "seconds": time.monotonic() - started}
+        print(
+            f"mean regret {figures['mean_regret']:.2%} (limit {MEAN_LIMIT:.0%}), worst {figures['worst_regret']:.2%} "
+            f"(limit {WORST_LIMIT:.0%}), {figures['cases']} cases, {figures['trials']:.0f} timed passes a case; "
+            f"{figures['candidates_timed']:.0f} of {figures['candidates_open']:.0f} candidates timed: "
+            f"{'ok' if figures['within'] else 'OVER'}"
+        )
         per_case = [{**asdict(result.case), **_rest(result)} for result in results]
-        print(json.dumps({**figures, "results": per_case}))
+        emit({**figures, "results": per_case})
     return 0 if figures["within"] else 1
 
 

@@ -15,13 +15,12 @@ Some numbers of the machine files were fitted to these very reports; their kind 
 named in the output. The backward itself, without offloading, is no machine's number: that of PR 6962 is its
 third row less what the explicit upcast takes here, so only the first two rows are predictions.
 
-Output: a Markdown table a report; with --json one JSON document on the last line of stdout.
+Output: a Markdown table a report; with --json one JSON document and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
 
@@ -31,6 +30,7 @@ from autotune_offload.probing import probe
 from autotune_offload.records import Profile, Workload, histogram
 from autotune_offload.simulated import SimulatedDevice
 from autotune_offload.trials import Bench
+from benchmarks.output import reporting
 
 REPORTED_SECONDS = {"implicit_upcast": 25.6033, "bounce_buffer": 1.17431, "explicit_upcast": 0.3092}
 """Backward of the 3B model, PR 6962."""
@@ -156,13 +156,13 @@ def _ms(seconds: float) -> str:
 def main() -> int:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="everything as JSON on the last line")
+    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     options = parser.parse_args()
-    reports = [gh200_3b(), gh200_llama_7b(), gaudi2_bert()]
-    for report in reports:
-        print(_table(report, whole=report.model == "3B"), end="\n\n")
-    if options.json:
-        print(json.dumps([asdict(report) for report in reports]))
+    with reporting(options.json) as emit:
+        reports = [gh200_3b(), gh200_llama_7b(), gaudi2_bert()]
+        for report in reports:
+            print(_table(report, whole=report.model == "3B"), end="\n\n")
+        emit([asdict(report) for report in reports])
     return 0
 
 

@@ -10,14 +10,13 @@ The last case is a second start with a stored profile: a child that has torch an
 `autotune_offload.initialize` on a small ZeRO-3 model, and reports the time in it less the time that
 `deepspeed.initialize` itself took inside. Its first round, not counted, measures and stores the profile.
 
-Output: one line a figure; with --json the last line of stdout is one JSON document with all of them. The exit
+Output: one line a figure; with --json one JSON document and nothing else with all of them. The exit
 status is 1 where a figure is over its limit.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -27,12 +26,16 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.output import reporting
+
 IMPORT = "import autotune_offload"
 SCRIPT = Path(sys.executable).with_name("autotune-offload")
 
 
 SECOND_START = """
 import time, torch, deepspeed
+
+from benchmarks.output import reporting
 from autotune_offload.verify import ModelSpec, single_process_environment, stock_config
 inside = []
 plain = deepspeed.initialize
@@ -160,23 +163,23 @@ def modules_loaded() -> list[str]:
 def main() -> int:
     """Prints every figure; 1 where one is over its limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="all figures as JSON on the last line")
+    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     parser.add_argument("-n", type=int, default=15, metavar="ROUNDS", help="counted rounds, 2 or more (15)")
     options = parser.parse_args()
     if options.n < 2:
         parser.error(f"-n {options.n}: quartiles need at least 2 rounds")
-    figures = []
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["AUTOTUNE_OFFLOAD_CACHE"] = cache
-        # an installed package has its bytecode; where writing it is switched off, every start would compile
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        for case in CASES:
-            figures.append(measure(case, options.n))
-            print(figures[-1], flush=True)
-    modules = modules_loaded()
-    print(f"modules that {IMPORT} loads: {len(modules)}")
-    if options.json:
-        print(json.dumps({"figures": [asdict(figure) for figure in figures], "modules": modules}))
+    with reporting(options.json) as emit:
+        figures = []
+        with tempfile.TemporaryDirectory() as cache:
+            os.environ["AUTOTUNE_OFFLOAD_CACHE"] = cache
+            # an installed package has its bytecode; where writing it is switched off, every start would compile
+            os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+            for case in CASES:
+                figures.append(measure(case, options.n))
+                print(figures[-1], flush=True)
+        modules = modules_loaded()
+        print(f"modules that {IMPORT} loads: {len(modules)}")
+        emit({"figures": [asdict(figure) for figure in figures], "modules": modules})
     return 0 if all(figure.within for figure in figures) else 1
 
 

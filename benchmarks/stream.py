@@ -22,7 +22,6 @@ of stdout is one JSON document {"bytes": ..., "cases": [{"threads": ..., "plain_
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -36,6 +35,7 @@ from autotune_offload import host
 from autotune_offload.device import AcceleratorDevice
 from autotune_offload.measure import curve, interquartile_range
 from autotune_offload.records import Plan
+from benchmarks.output import reporting
 
 LOWEST, HIGHEST = 0.9, 1.1
 COPIES = 8
@@ -138,20 +138,20 @@ def compare(device: AcceleratorDevice, size: int, threads: int, cache_bytes: int
 def main() -> int:
     """Prints every case; 1 where a ratio is outside."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="all figures as JSON on the last line")
+    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     parser.add_argument("-n", type=int, default=11, metavar="ROUNDS", help="counted rounds, 2 or more (11)")
     options = parser.parse_args()
     if options.n < 2:
         parser.error(f"-n {options.n}: quartiles need at least 2 rounds")
-    device, cache_bytes = AcceleratorDevice(), host.facts().last_level_cache_bytes
-    size = 1 << (CACHES * cache_bytes - 1).bit_length()
-    print(f"copies of {size:,} bytes; last-level cache {cache_bytes:,} bytes", flush=True)
-    cases = []
-    for threads in sorted({1, torch.get_num_threads()}):
-        cases.append(compare(device, size, threads, cache_bytes, options.n))
-        print(cases[-1], flush=True)
-    if options.json:
-        print(json.dumps({"bytes": size, "cases": [asdict(case) for case in cases]}))
+    with reporting(options.json) as emit:
+        device, cache_bytes = AcceleratorDevice(), host.facts().last_level_cache_bytes
+        size = 1 << (CACHES * cache_bytes - 1).bit_length()
+        print(f"copies of {size:,} bytes; last-level cache {cache_bytes:,} bytes", flush=True)
+        cases = []
+        for threads in sorted({1, torch.get_num_threads()}):
+            cases.append(compare(device, size, threads, cache_bytes, options.n))
+            print(cases[-1], flush=True)
+        emit({"bytes": size, "cases": [asdict(case) for case in cases]})
     return 0 if all(case.within for case in cases) else 1
 
 
