@@ -15,7 +15,7 @@ from autotune_offload.errors import ConfigError
 from autotune_offload.probing import probe
 from autotune_offload.records import Profile
 from autotune_offload.simulated import SimulatedDevice
-from benchmarks import reported
+from benchmarks import bucket, regret, reported
 from tests.factories import make_profile
 
 SHIPPED = (
@@ -224,3 +224,28 @@ def test_gaudi2_bounce_buffer_is_about_twice_as_slow() -> None:
     assert report.calibrated == ("sync.device_us",)
     assert 1.4 <= report.ratio("bounce_buffer", "explicit_upcast") <= 2.8
     assert report.chosen_seconds <= min(report.stock_seconds.values())
+
+
+# -- when gradients leave -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gh200", "t4_pcie3"])
+def test_gradients_that_leave_during_the_backward_pass_never_cost(name: str) -> None:
+    """The chosen reduce_bucket_size is no slower than DeepSpeed's default on a model that fits one bucket."""
+    row = bucket.measure(name, regret.described_workload("gpt2", 1, 1), 50.0)
+    assert row is not None and row.bucket_elements < bucket.DEFAULT_ELEMENTS
+    assert row.within, str(row)
+
+
+def test_gradients_that_leave_early_hide_behind_compute() -> None:
+    """On a slow link half of the offloading of 124M parameters disappears behind the backward pass."""
+    row = bucket.measure("t4_pcie3", regret.described_workload("gpt2", 1, 1), 20.0)
+    assert row is not None
+    assert row.ours_chosen_seconds - row.compute_seconds < 0.5 * (
+        row.ours_default_seconds - row.compute_seconds
+    )
+
+
+def test_where_nothing_overlaps_no_bucket_is_chosen() -> None:
+    """On the CPU the bucket cannot cost anything, because it stays DeepSpeed's own."""
+    assert bucket.measure("cpu", regret.described_workload("gpt2", 1, 1), 50.0) is None
