@@ -523,6 +523,40 @@ def _nvml_device_facts(nvml: Any, uuid: str) -> dict[str, Any]:
     return facts
 
 
+def nvml_link(index: int) -> dict[str, int] | None:
+    """Width and generation of a CUDA device's link as it is, and the most that the device can do.
+
+    The generation is the most that device and slot can do together, since an idle card lowers the present
+    one. None where NVML cannot be asked; a number that it does not have is left out.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # as in `_nvml_facts`
+        return None
+    try:
+        handle, _ = _nvml_handle(nvml, str(torch.cuda.get_device_properties(index).uuid))
+        return _nvml_numbers(nvml, handle)
+    except Exception:
+        return None
+    finally:
+        with contextlib.suppress(Exception):
+            nvml.nvmlShutdown()
+
+
+def _nvml_numbers(nvml: Any, handle: Any) -> dict[str, int]:
+    found = {}
+    for name, query in (
+        ("width", "nvmlDeviceGetCurrPcieLinkWidth"),
+        ("device_width", "nvmlDeviceGetMaxPcieLinkWidth"),
+        ("generation", "nvmlDeviceGetMaxPcieLinkGeneration"),
+        ("device_generation", "nvmlDeviceGetGpuMaxPcieLinkGeneration"),
+    ):
+        with contextlib.suppress(AttributeError, nvml.NVMLError):  # an older library, a card that refuses
+            found[name] = int(getattr(nvml, query)(handle))
+    return found
+
+
 def _nvml_handle(nvml: Any, uuid: str) -> tuple[Any, str | None]:
     """The physical card's handle for a torch UUID, with the slice's name where it is a MIG slice."""
     for prefix in ("GPU-", "MIG-"):

@@ -13,6 +13,8 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -374,6 +376,76 @@ def _cpu_list(text: str) -> frozenset[int]:
     """The kernel's list format: ``0-3,8,10-11``."""
     ranges = (part.split("-") for part in text.strip().split(",") if part.strip())
     return frozenset(cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1))
+
+
+# -- accelerators on the bus ----------------------------------------------------------------------
+
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1da3": "Habana"}
+_ACCELERATOR_CLASSES = ("0x0302", "0x0380", "0x1200")
+"""3D controller, other display controller, processing accelerator (pci.ids). A plain VGA controller is an
+accelerator only where it is NVIDIA's: those of the others sit in many a server for the console alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusDevice:
+    """An accelerator on the PCI bus; what /sys does not tell is None. Speeds in 1e9 transfers a second."""
+
+    address: str
+    vendor: str
+    link_width: int | None
+    device_link_width: int | None
+    """The most that the device itself can do."""
+    slot_speed: float | None
+    """The most that what it is plugged into can do: an idle device lowers its own speed, this stays."""
+    device_speed: float | None
+    numa_node: int | None
+
+
+def accelerators(*, root: Path = _ROOT) -> tuple[BusDevice, ...]:
+    """The accelerators that /sys shows, whether or not any driver or library can use them."""
+    found = sorted((root / "sys/bus/pci/devices").glob("*"))
+    return tuple(_bus_device(folder) for folder in found if _is_accelerator(folder))
+
+
+def _is_accelerator(folder: Path) -> bool:
+    vendor, kind = _text(folder / "vendor").strip(), _text(folder / "class").strip()
+    return vendor in _VENDORS and (
+        kind.startswith(_ACCELERATOR_CLASSES) or (vendor == "0x10de" and kind.startswith("0x0300"))
+    )
+
+
+def _bus_device(folder: Path) -> BusDevice:
+    node = _text(folder / "numa_node").strip()  # -1: the firmware does not say
+    return BusDevice(
+        address=folder.name,
+        vendor=_VENDORS[_text(folder / "vendor").strip()],
+        link_width=_number(folder / "current_link_width") or None,
+        device_link_width=_number(folder / "max_link_width") or None,
+        slot_speed=_transfers(folder.resolve().parent / "max_link_speed"),
+        device_speed=_transfers(folder / "max_link_speed"),
+        numa_node=int(node) if node.isdecimal() else None,
+    )
+
+
+def _transfers(path: Path) -> float | None:
+    """The number of a file such as ``16.0 GT/s PCIe``; None for "Unknown"."""
+    found = re.match(r"([\d.]+) GT/s", _text(path))
+    return float(found[1]) if found else None
+
+
+# -- other processes ------------------------------------------------------------------------------
+
+
+def users_of(paths: Iterable[Path]) -> dict[Path, int]:
+    """Those of these files that a process has open, with its id. Other users' processes cannot be seen."""
+    wanted = {path.resolve(): path for path in paths}
+    found: dict[Path, int] = {}
+    for process in psutil.process_iter() if wanted else ():
+        with suppress(psutil.Error):
+            for file in process.open_files():
+                if (path := wanted.get(Path(file.path))) is not None:
+                    found[path] = process.pid
+    return found
 
 
 # -- reading --------------------------------------------------------------------------------------

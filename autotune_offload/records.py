@@ -366,6 +366,23 @@ class Profile:
     warnings: tuple[str, ...] = ()
 
 
+# -- what stands in the way -----------------------------------------------------------------------
+
+Severity = Literal["will break", "costs", "notice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing between a host, or a ds_config, and its best. `id` names the check that found it."""
+
+    id: str
+    severity: Severity
+    found: str
+    costs: str | None = None
+    """What follows from it, with a number where one is known; None where `found` says it all."""
+    fix: str
+
+
 def fingerprint_key(fingerprint: dict[str, Scalar]) -> str:
     """Hash of a fingerprint: 16 hexadecimal digits, independent of the order of its fields."""
     canonical = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))

@@ -27,6 +27,9 @@ ZERO = "zero_optimization"
 OLDEST = "0.14.5"
 """The oldest DeepSpeed whose parser these keys were tried on."""
 
+NEWEST = "0.19.8"
+"""The newest one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
@@ -204,12 +207,10 @@ def tune(
     """
     tuned = plain(config)
     zero = tuned.get(ZERO)
-    notices = list(_misplaced(tuned))
+    notices = [f"{mistake.found} and was not tuned; {mistake.fix}" for mistake in _misplaced(tuned)]
     if not isinstance(zero, dict):
-        near = [
-            name for name in difflib.get_close_matches(ZERO, map(str, tuned), n=1, cutoff=0.8) if name != ZERO
-        ]
-        hint = f'; DeepSpeed ignores "{near[0]}" without a word' if near else ""
+        near = _near_section(tuned)
+        hint = f'; DeepSpeed ignores "{near}" without a word' if near else ""
         return Tuned(
             config=tuned, changes=(), notices=(*notices, f"no {ZERO} section: nothing was tuned{hint}")
         )
@@ -225,7 +226,8 @@ def tune(
         stage=stage,
     )
     work.run()
-    notices += [*work.notices, *_refused(zero), *_unknown(zero), *_unused(work.keep)]
+    notices += [*work.notices, *(mistake.sentence for mistake in (*_refused(zero), *_unknown(zero)))]
+    notices += protecting_nothing(work.keep)
     notices += _still_auto(tuned, work.explained)
     return Tuned(config=tuned, changes=tuple(work.changes), notices=tuple(notices))
 
@@ -314,9 +316,7 @@ class _Tuning:
         present = [name for name in key.spellings if name in holder]
         given = [name for name in present if holder[name] != "auto"]  # DeepSpeed drops the others
         if len(given) > 1:
-            self.notices.append(
-                f"{ZERO} holds both {' and '.join(given)}, which DeepSpeed refuses; keep one of them"
-            )
+            self.notices.append(_both(*given, fix="keep one of them").sentence)
             return
         name = (given or present or key.spellings)[0]
         if key.nested:
@@ -425,9 +425,7 @@ class _Tuning:
         if self.zero.get(flag, "auto") == "auto" or flag in self.keep:
             return False
         if self.zero.get(section, "auto") != "auto":
-            self.notices.append(
-                f"{ZERO} holds both {flag} and {section}, which DeepSpeed refuses; drop {flag}"
-            )
+            self.notices.append(_both(flag, section, fix=f"drop {flag}").sentence)
             return False
         return self.stage in SECTION_STAGES[section] and _as_flag(self.zero[flag]) is True
 
@@ -474,20 +472,105 @@ def _about_nvme(section: str) -> str:
 # -- what DeepSpeed will make of the rest ---------------------------------------------------------
 
 
-def _misplaced(config: Mapping[str, Any]) -> Iterator[str]:
-    sizes = (name for key in KEYS if not key.nested for name in key.spellings)
-    for name in (*SECTION_STAGES, *LEGACY, LEGACY_PIN, *sizes):
-        if name in config:
-            yield f'"{name}" at the top level has no effect and was not tuned; move it into "{ZERO}"'
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistake:
+    """A key or value that DeepSpeed refuses, or takes without any effect."""
+
+    found: str
+    fix: str
+    refused: bool = True
+
+    @property
+    def sentence(self) -> str:
+        """Both parts."""
+        return f"{self.found}; {self.fix}"
 
 
-def _refused(zero: Mapping[str, Any]) -> Iterator[str]:
-    """One sentence for each value that DeepSpeed's parser will not take."""
+def mistakes(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """What is wrong in a ds_config around ``zero_optimization``, as far as its text shows.
+
+    Args:
+        config: A ds_config as `ds_config.read` gives it.
+    """
+    yield from _misplaced(config)
+    zero = config.get(ZERO)
+    if isinstance(zero, Mapping):
+        yield from _doubled(zero)
+        yield from _refused(zero)
+        yield from _unknown(zero)
+    elif ZERO in config and not isinstance(zero, bool):
+        found = f"{ZERO} is {_shown(zero)}, which DeepSpeed refuses"
+        yield Mistake(found=found, fix='write an object such as {"stage": 3}')
+    elif (near := _near_section(config)) is not None:
+        found = f'"{near}" at the top level has no effect, and there is no "{ZERO}"'
+        yield Mistake(found=found, fix=f'rename it to "{ZERO}"', refused=False)
+
+
+def page_locks(config: Mapping[str, Any], version: str) -> dict[Section, bool]:
+    """The sections that offload to the CPU, each with whether DeepSpeed `version` page-locks for it.
+
+    Raises:
+        ConfigError: if `version` is not a version.
+    """
+    zero = config.get(ZERO)
+    if not isinstance(zero, Mapping):
+        return {}
+    default, locks = pins_by_default(version), dict[Section, bool]()
+    for section in SECTION_STAGES:
+        if _device(zero, section) == "cpu":
+            given = _as_flag(zero[section].get("pin_memory"))
+            locks[section] = default if given is None else given
+    for flag, section in LEGACY.items():
+        if _as_flag(zero.get(flag)) is True and _stage(zero) in SECTION_STAGES[section]:
+            locks.setdefault(section, default)
+    return locks
+
+
+def pins_by_default(version: str) -> bool:
+    """What DeepSpeed `version` takes an absent ``pin_memory`` as. Raises ConfigError if it is no version."""
+    return bool(KEYS[0].default(parse_version(version)))
+
+
+def still_auto(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The dotted names of all that is "auto", outside our own block."""
+    return tuple(name for name in _autos(config) if not _covers(BLOCK, name))
+
+
+def _both(*names: str, fix: str) -> Mistake:
+    return Mistake(found=f"{ZERO} holds both {' and '.join(names)}, which DeepSpeed refuses", fix=fix)
+
+
+def _doubled(zero: Mapping[str, Any]) -> Iterator[Mistake]:
+    for key in KEYS:
+        given = [name for name in key.spellings if zero.get(name, "auto") != "auto" and not key.nested]
+        if len(given) > 1:
+            yield _both(*given, fix="keep one of them")
+    for flag, section in LEGACY.items():
+        if zero.get(flag, "auto") != "auto" and zero.get(section, "auto") != "auto":
+            yield _both(flag, section, fix=f"drop {flag}")
+
+
+def _near_section(config: Mapping[str, Any]) -> str | None:
+    near = difflib.get_close_matches(ZERO, map(str, config), n=1, cutoff=0.8)
+    return next((name for name in near if name != ZERO), None)
+
+
+def _misplaced(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    for name in config:
+        if name in KNOWN:
+            yield Mistake(
+                found=f'"{name}" at the top level has no effect', fix=f'move it into "{ZERO}"', refused=False
+            )
+
+
+def _refused(zero: Mapping[str, Any]) -> Iterator[Mistake]:
+    """One for each value that DeepSpeed's parser will not take."""
     for prefix, block in (("", zero), *((f"{section}.", zero.get(section)) for section in SECTION_STAGES)):
-        for name, value in block.items() if isinstance(block, dict) else ():
+        for name, value in block.items() if isinstance(block, Mapping) else ():
             wanted = None if name in _NOT_WHOLE else _wanted(f"{prefix}{name}", value)
             if wanted:
-                yield f"{ZERO}.{prefix}{name} is {_shown(value)}, which DeepSpeed refuses; write {wanted}"
+                found = f"{ZERO}.{prefix}{name} is {_shown(value)}, which DeepSpeed refuses"
+                yield Mistake(found=found, fix=f"write {wanted}")
 
 
 def _wanted(dotted: str, value: object) -> str | None:
@@ -507,7 +590,7 @@ def _wanted(dotted: str, value: object) -> str | None:
     return f"{int(number)} without quotes" if plain_text else None
 
 
-def _unknown(zero: Mapping[str, Any]) -> Iterator[str]:
+def _unknown(zero: Mapping[str, Any]) -> Iterator[Mistake]:
     """Keys that DeepSpeed refuses, and offload sections and devices that it would not know."""
     yield from _unknown_names(ZERO, zero, KNOWN)
     for section, known in KNOWN_IN_SECTIONS.items():
@@ -516,20 +599,35 @@ def _unknown(zero: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(block, Mapping):
             yield from _unknown_names(where, block, known)
             if block.get("device", "cpu") not in ("none", "cpu", "nvme", "auto"):
-                yield f'{where}.device is {_shown(block["device"])}; DeepSpeed takes "none", "cpu" or "nvme"'
+                found = f"{where}.device is {_shown(block['device'])}"
+                yield Mistake(found=found, fix='DeepSpeed takes "none", "cpu" or "nvme"')
         elif block not in (None, "auto"):
-            yield f'{where} is {_shown(block)}; DeepSpeed takes an object such as {{"device": "cpu"}}'
+            found = f"{where} is {_shown(block)}"
+            yield Mistake(found=found, fix='DeepSpeed takes an object such as {"device": "cpu"}')
 
 
-def _unknown_names(where: str, block: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
+def _unknown_names(where: str, block: Mapping[str, Any], known: Collection[str]) -> Iterator[Mistake]:
     for name in block:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
-            yield f"{where}.{name} is no key of DeepSpeed {OLDEST} to 0.19.8, which refuses such keys{hint}"
+            found = f"{where}.{name} is no key of DeepSpeed {OLDEST} to {NEWEST}, which refuses such keys"
+            yield Mistake(found=found, fix=_home_of(str(name), known))
 
 
-def _unused(keep: Iterable[str]) -> Iterator[str]:
+def _home_of(name: str, known: Collection[str]) -> str:
+    """Where a key that is unknown in one place belongs, or which known one is the nearest."""
+    if name == BLOCK:
+        return "move it to the top level"
+    near = difflib.get_close_matches(name, known, n=1)
+    homes = [f'"{section}"' for section, keys in KNOWN_IN_SECTIONS.items() if name in keys]
+    homes += [f'"{ZERO}"'] * (name in KNOWN)
+    if homes:
+        return f"take it out; it belongs in {' and '.join(homes)}"
+    return f'did you mean "{near[0]}"?' if near else "take it out"
+
+
+def protecting_nothing(keep: Collection[str]) -> Iterator[str]:
+    """A sentence for each entry of `keep` that names no key which is ever written."""
+    keep = _relative(keep)
     names = [*(name for key in KEYS for name in key.names()), *LEGACY]
     for entry in keep:
         if not any(_covers(entry, name) for name in names):

@@ -40,8 +40,11 @@ FLOORS = {
     "probing": 4,
     "agree": 4,
     "attach": 5,
+    "self_report": 5,
+    "checks": 6,
     "api": 6,
     "verify": 6,
+    "doctor": 6,
     "cli": 7,
     "__main__": 7,
 }
@@ -54,6 +57,8 @@ NEIGHBOURS = {
     "zero_sizes": {"candidates"},
     "verdict": {"candidates", "contest"},
     "decide": {"candidates", "contest", "verdict", "zero_sizes"},
+    "checks": {"checks"},
+    "doctor": {"checks"},
     "cli": {"cli"},
     "__main__": {"cli"},
 }

@@ -1,0 +1,164 @@
+"""Versions, imports, builds and tools."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from autotune_offload import host, zero3
+from autotune_offload.checks.case import Case, version
+from autotune_offload.records import Finding
+
+_NEEDS_NUMACTL_BELOW = Version("0.16")
+"""Up to 0.15.4 DeepSpeed's CPU accelerator calls numactl unless LOCAL_SIZE is set (read and run: 0.14.5 to
+0.15.4 fail, 0.16.2 does not)."""
+
+_TORCH = "https://pytorch.org/get-started/locally"
+
+
+def versions(case: Case) -> Iterator[Finding]:
+    """Python, torch and DeepSpeed against what this package needs, and was tried with."""
+    software = host.software()
+    present = {"torch": software.torch, "deepspeed": software.deepspeed}
+    for name, wanted in _required().items():
+        found = present.get(name, software.python if name == "python" else None)
+        parsed = version(found or "")
+        if parsed is not None and not wanted.contains(parsed.base_version, prereleases=True):
+            fix = f"install a version that is {wanted}"
+            yield Finding(
+                id="versions",
+                severity="will break",
+                found=f"{name} is {found}; expected {wanted}",
+                fix=fix if name == "python" else f"{fix}: pip install '{name}{wanted}'",
+            )
+    deepspeed = version(software.deepspeed)
+    if deepspeed is not None and deepspeed.release > Version(zero3.NEWEST).release:
+        yield Finding(
+            id="versions",
+            severity="notice",
+            found=f"DeepSpeed {deepspeed} is newer than {zero3.NEWEST}, the newest that was tried",
+            costs="a gradient path is taken out again where its first gradients are not DeepSpeed's own to the bit",
+            fix="`autotune-offload verify` trains both ways and compares",
+        )
+    if deepspeed is not None and deepspeed < _NEEDS_NUMACTL_BELOW:
+        yield from _numactl(case, deepspeed)
+
+
+def _required() -> dict[str, SpecifierSet]:
+    """What this package's own metadata asks for; nothing where it is not installed as a package."""
+    try:
+        metadata = importlib.metadata.metadata("autotune-offload")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    wanted = {r.name: r.specifier for r in map(Requirement, metadata.get_all("Requires-Dist") or ())}
+    python = {"python": SpecifierSet(metadata["Requires-Python"] or "")}
+    return python | {name: wanted[name] for name in ("torch", "deepspeed") if name in wanted}
+
+
+def _numactl(case: Case, version: Version) -> Iterator[Finding]:
+    on_cpu = case.device.get("kind", case.environ.get("DS_ACCELERATOR")) == "cpu"
+    if on_cpu and "LOCAL_SIZE" not in case.environ and shutil.which("numactl") is None:
+        yield Finding(
+            id="versions",
+            severity="will break",
+            found=f"DeepSpeed {version} on the CPU asks numactl for the number of sockets, which is not installed",
+            costs="`deepspeed.initialize` ends in FileNotFoundError: numactl",
+            fix="LOCAL_SIZE=1 in the environment (the ranks on this host), or install numactl",
+        )
+
+
+def libraries(case: Case) -> Iterator[Finding]:
+    """Imports that fail, and a device that cannot be used or does not answer."""
+    said = case.answers
+    for name in ("torch", "deepspeed"):
+        if name in said.errors:
+            installed = getattr(host.software(), name)
+            yield Finding(
+                id="libraries",
+                severity="will break",
+                found=f"`import {name}` fails ({name} {installed}): {said.errors[name]}",
+                fix=f"pip install {name}"
+                if installed == "not installed"
+                else f"mend what the message names, or install {name} again with this Python ({sys.executable})",
+            )
+            return  # DeepSpeed fails with torch
+    if "device" in said.errors:
+        yield Finding(
+            id="libraries",
+            severity="will break",
+            found=f"DeepSpeed's accelerator cannot be used: {said.errors['device']}",
+            fix="mend what the message names; DS_ACCELERATOR names another accelerator (cpu, cuda, hpu, xpu, npu)",
+        )
+    if said.died is not None:
+        yield Finding(
+            id="libraries",
+            severity="will break",
+            found=f"a process that asked torch, DeepSpeed and the device {said.died}",
+            costs="a training process would most likely end, or hang, in the same place",
+            fix="see that driver, torch and DeepSpeed fit each other, and that the device answers its vendor's tool",
+        )
+
+
+def torch_build(case: Case) -> Iterator[Finding]:
+    """An accelerator that /sys shows and DeepSpeed would not train on."""
+    devices = host.accelerators(root=case.root)
+    if case.device.get("kind") != "cpu" or not devices:
+        return
+    there = ", ".join(sorted({f"{device.vendor} at {device.address}" for device in devices}))
+    chosen = case.environ.get("DS_ACCELERATOR", "").strip().lower() == "cpu"
+    built = [
+        name
+        for name, version in (case.answers.answers.get("torch") or {}).items()
+        if name != "threads" and version
+    ]
+    if chosen:
+        why, fix = "DS_ACCELERATOR=cpu chooses that", "unset DS_ACCELERATOR to use the accelerator"
+    elif built:
+        why = f"torch {host.software().torch} is built for {built[0]}, but no such device answers it"
+        fix = "check the driver with the vendor's tool, and what CUDA_VISIBLE_DEVICES or the like leaves visible"
+    else:
+        why, fix = (
+            f"torch {host.software().torch} is built for the CPU alone",
+            f"install another build: {_TORCH}",
+        )
+    yield Finding(
+        id="torch-build",
+        severity="notice" if chosen else "costs",
+        found=f"DeepSpeed would train on the CPU, though this host has an accelerator ({there}): {why}",
+        costs="everything is computed on the host",
+        fix=fix,
+    )
+
+
+def compiler(case: Case) -> Iterator[Finding]:
+    """Whether the fused pass of `kernel` can be compiled."""
+    why = case.answers.errors.get("compiler") or case.answers.answers.get("compiler")
+    if why:
+        yield Finding(
+            id="compiler",
+            severity="costs",
+            found=str(why),
+            costs="a gradient's cast and norm take three passes over memory in place of one: about twice the time",
+            fix="install a C compiler (`apt install gcc`), or name one in CC",
+        )
+
+
+def libyaml(case: Case) -> Iterator[Finding]:
+    """Whether profiles are read by libyaml."""
+    del case
+    import yaml
+
+    if not yaml.__with_libyaml__:
+        yield Finding(
+            id="libyaml",
+            severity="costs",
+            found="PyYAML was built without libyaml",
+            costs="each start reads its profile some 15 times slower",
+            fix="install its binary wheel: pip install --force-reinstall --only-binary :all: pyyaml",
+        )
