@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,8 +23,8 @@ DEADLINE_SECONDS = 120.0
 """Longer than any import or driver start that was seen (40 s on a loaded host of two cores)."""
 
 _KILLED_SECONDS = 5.0  # a process that is stuck in the kernel does not die even then
-_START = "import sys; sys.path[:] = sys.argv[1:]; from autotune_offload.self_report import answer; answer()"  # not -m:
-# with it Python puts the working directory first, where a file named torch.py may lie
+# not -m: with it Python puts the working directory first, where a file named torch.py may lie
+_START = "import sys; sys.path[:] = sys.argv[1:]; from autotune_offload.self_report import answer; answer()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,10 @@ def ask(
         cache: the folder of the profiles, for the one that fits; None is the default one.
         deadline_seconds: the child is killed then.
     """
-    asked = json.dumps({"config": config, "cache": None if cache is None else str(cache)}, default=str)
+    asked = json.dumps(
+        {"config": config, "cache": None if cache is None else str(cache), "seconds": deadline_seconds},
+        default=str,
+    )
     # files and no pipes: a grandchild that holds a pipe open would be waited for
     with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as said, _words() as words:
         given.write(asked)
@@ -114,6 +118,7 @@ def answer() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     asked = json.load(sys.stdin)
+    signal.alarm(math.ceil(asked["seconds"]) + 1)  # ends it where nobody is left to do so
     for name, question in _questions(asked):
         _write(out, asking=name)
         try:

@@ -114,7 +114,7 @@ KEYS = (
         "stage3_param_persistence_threshold",
         "param_persistence_threshold",
     ),
-    _size("offload_optimizer", "sub_group_elements", {3}, 1_000_000_000, 1, "sub_group_size"),
+    _size("offload_optimizer", "sub_group_elements", {3}, 1_000_000_000, 0, "sub_group_size"),
 )
 """Every key that `tune` may write."""
 
@@ -609,8 +609,10 @@ def _unknown(zero: Mapping[str, Any]) -> Iterator[Mistake]:
 def _unknown_names(where: str, block: Mapping[str, Any], known: Collection[str]) -> Iterator[Mistake]:
     for name in block:
         if name not in known:
-            found = f"{where}.{name} is no key of DeepSpeed {OLDEST} to {NEWEST}, which refuses such keys"
-            yield Mistake(found=found, fix=_home_of(str(name), known))
+            dropped = block[name] == "auto"  # DeepSpeed takes out every "auto" before it looks at the names
+            does = 'drops it with its "auto"' if dropped else "refuses such keys"
+            found = f"{where}.{name} is no key of DeepSpeed {OLDEST} to {NEWEST}, which {does}"
+            yield Mistake(found=found, fix=_home_of(str(name), known), refused=not dropped)
 
 
 def _home_of(name: str, known: Collection[str]) -> str:

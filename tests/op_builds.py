@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
+from autotune_offload import host
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DIRECTORY = ROOT / ".cache" / "torch_extensions"
@@ -37,19 +36,10 @@ def environment() -> dict[str, str]:
 def remove_stale_locks(directory: Path) -> list[Path]:
     """Removes the locks of builds that no longer run; gives their paths."""
     locks = {path.resolve() for path in directory.glob("*/lock")}
-    stale = sorted(locks - _open_files()) if locks else []
+    stale = sorted(locks - host.users_of(locks).keys())
     for lock in stale:
         lock.unlink(missing_ok=True)
     return stale
-
-
-def _open_files() -> set[Path]:
-    """Files that processes of this user have open."""
-    found: set[Path] = set()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            found |= {Path(file.path) for file in process.open_files()}
-    return found
 
 
 if __name__ == "__main__":

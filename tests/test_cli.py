@@ -40,6 +40,7 @@ ROOT = Path(__file__).parent.parent
 
 SURFACE = {
     "apply": ["CONFIG", "--cache", "--diff", "--json", "--output", "--profile", "-o"],
+    "doctor": ["--cache", "--config", "--json"],
     "explain": ["PROFILE", "--cache", "--json"],
     "probe": [
         *("--accumulation-steps", "--budget", "--cache", "--dtype", "--json", "--max-pinned", "--model"),

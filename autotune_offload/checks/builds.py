@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ def build_lock(case: Case) -> Iterator[Finding]:
                     severity="will break",
                     found=f"{lock}, {age}, is the lock of a build that no process of yours on this host has open",
                     costs="`deepspeed.initialize` waits for it for ever, without a word",
-                    fix=f"rm {lock}; not before you know that no other user or host builds in this folder",
+                    fix=f"rm {shlex.quote(str(lock))}; not before you know that no other user or host builds in this folder",
                 )
 
 

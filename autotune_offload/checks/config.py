@@ -45,7 +45,6 @@ def _quoted(config: Mapping[str, Any]) -> Iterator[Finding]:
                     id="config-keys",
                     severity="notice",
                     found=f"{ZERO}.{prefix}{name} is the text {json.dumps(value)}, which DeepSpeed reads as a boolean",
-                    costs="whoever else reads the file takes any text, this one too, for true",
                     fix=f"write {value.strip().lower()} without quotes",
                 )
 
@@ -70,7 +69,9 @@ def _named(refusal: str, named: Iterable[str]) -> bool:
         subject = found.partition(" is ")[0]
         if subject == ZERO:
             return True  # the section itself is no object, so nothing in it was looked at
-        if "holds both" in found and (not is_key or key.rpartition(".")[2] in subject.split()):
+        if "holds both" in found and (
+            not is_key or key.rpartition(".")[2] in subject.replace(",", "").split()
+        ):
             return True
         if is_key and key.replace(".stage3_", ".") == subject.replace(".stage3_", "."):
             return True

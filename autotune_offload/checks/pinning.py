@@ -8,11 +8,9 @@ from typing import Any
 from packaging.version import Version
 
 from autotune_offload import host, zero3
-from autotune_offload.candidates import pinned_blocks
 from autotune_offload.checks.case import Case
-from autotune_offload.probing import default_workload
 from autotune_offload.records import Finding, Limit, Workload
-from autotune_offload.workload import DTYPE_BYTES
+from autotune_offload.workload import DEFAULT_PARAMETERS, DTYPE_BYTES, from_parameter_count
 
 _NATIVE_SINCE = Version("0.19.6")
 """The first DeepSpeed that reads DS_PIN_MEMORY_BACKEND."""
@@ -124,14 +122,17 @@ def _model(case: Case) -> tuple[Workload, str, bool]:
     profile = case.profile()
     if profile is not None:
         return profile.workload, f"the stored profile's model ({profile.workload.source})", True
-    stand_in = default_workload()
+    stand_in = from_parameter_count(DEFAULT_PARAMETERS)
     return stand_in, f"{stand_in.source}, which stands in since no stored profile fits,", False
 
 
 def _blocks(case: Case, workload: Workload) -> list[int]:
     """Bytes of what DeepSpeed page-locks for this model by the config, or with both offloads without one."""
-    if _backend(case) == "none":
-        return []
+    if _backend(case) == "none" or "torch" not in case.answers.answers:
+        return []  # without torch nothing is page-locked, and what follows would load it
+
+    from autotune_offload.candidates import pinned_blocks
+
     if case.config is None:
         return pinned_blocks(workload)
     locks = zero3.page_locks(case.config, case.version)
@@ -153,4 +154,4 @@ def _on_nvme(config: Mapping[str, Any] | None) -> bool:
 
 
 def _gb(count: int) -> str:
-    return f"{count / 1e9:.3g} GB"
+    return f"{count / 1e9:.3g} GB" if count >= 10**8 else f"{count:,} bytes"

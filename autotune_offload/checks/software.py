@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import shutil
 import sys
 from collections.abc import Iterator
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from autotune_offload import host, zero3
 from autotune_offload.checks.case import Case, version
 from autotune_offload.records import Finding
+
+OLDEST = {"python": "3.10", "torch": "2.1", "deepspeed": zero3.OLDEST}
+"""What pyproject.toml asks for; a checkout on the path has no metadata to read it from."""
 
 _NEEDS_NUMACTL_BELOW = Version("0.16")
 """Up to 0.15.4 DeepSpeed's CPU accelerator calls numactl unless LOCAL_SIZE is set (read and run: 0.14.5 to
@@ -25,17 +25,20 @@ _TORCH = "https://pytorch.org/get-started/locally"
 def versions(case: Case) -> Iterator[Finding]:
     """Python, torch and DeepSpeed against what this package needs, and was tried with."""
     software = host.software()
-    present = {"torch": software.torch, "deepspeed": software.deepspeed}
-    for name, wanted in _required().items():
-        found = present.get(name, software.python if name == "python" else None)
-        parsed = version(found or "")
-        if parsed is not None and not wanted.contains(parsed.base_version, prereleases=True):
-            fix = f"install a version that is {wanted}"
+    for name, oldest in OLDEST.items():
+        found = getattr(software, name)
+        parsed = version(found)
+        if parsed is not None and parsed.release < Version(oldest).release:
+            another = (
+                f"run it with Python {oldest} or newer"
+                if name == "python"
+                else f"pip install '{name}>={oldest}'"
+            )
             yield Finding(
                 id="versions",
                 severity="will break",
-                found=f"{name} is {found}; expected {wanted}",
-                fix=fix if name == "python" else f"{fix}: pip install '{name}{wanted}'",
+                found=f"{name} is {found}; expected {oldest} or newer",
+                fix=another,
             )
     deepspeed = version(software.deepspeed)
     if deepspeed is not None and deepspeed.release > Version(zero3.NEWEST).release:
@@ -48,17 +51,6 @@ def versions(case: Case) -> Iterator[Finding]:
         )
     if deepspeed is not None and deepspeed < _NEEDS_NUMACTL_BELOW:
         yield from _numactl(case, deepspeed)
-
-
-def _required() -> dict[str, SpecifierSet]:
-    """What this package's own metadata asks for; nothing where it is not installed as a package."""
-    try:
-        metadata = importlib.metadata.metadata("autotune-offload")
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    wanted = {r.name: r.specifier for r in map(Requirement, metadata.get_all("Requires-Dist") or ())}
-    python = {"python": SpecifierSet(metadata["Requires-Python"] or "")}
-    return python | {name: wanted[name] for name in ("torch", "deepspeed") if name in wanted}
 
 
 def _numactl(case: Case, version: Version) -> Iterator[Finding]:

@@ -65,7 +65,7 @@ def _print(out: Console, found: Examination) -> None:
     well = [name for name in found.checks if name not in {finding.id for finding in found.findings}]
     out.print(f"{counts['will break']} will break, {counts['costs']} cost, {counts['notice']} to know")
     if well:
-        out.print(f"nothing found by: {', '.join(well)}")
+        out.print(_wrapped("nothing found by: ", ", ".join(well), out.width), soft_wrap=True)
 
 
 def _print_finding(out: Console, finding: Finding) -> None:
@@ -82,7 +82,7 @@ def _wrapped(label: str, text: str, columns: int) -> str:
         text,
         columns,
         initial_indent=label,
-        subsequent_indent=" " * len(label),
+        subsequent_indent=" " * min(len(label), 9),
         break_long_words=False,
         break_on_hyphens=False,
     )
