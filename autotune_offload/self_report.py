@@ -54,6 +54,13 @@ def ask(
         {"config": config, "cache": None if cache is None else str(cache), "seconds": deadline_seconds},
         default=str,
     )
+    try:
+        return _asked(asked, deadline_seconds)
+    except OSError as error:  # no room for a file, no permission to start Python
+        return Answers(died=f"could not be started: {error}")
+
+
+def _asked(asked: str, deadline_seconds: float) -> Answers:
     # files and no pipes: a grandchild that holds a pipe open would be waited for
     with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as said, _words() as words:
         given.write(asked)

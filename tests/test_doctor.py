@@ -806,6 +806,13 @@ def test_zero_init_is_no_matter_where_the_file_has_what_was_chosen(case: Case) -
     assert f"{json.dumps(pinned)} was chosen here" in finding.found
 
 
+def test_an_unknown_key_that_is_auto_breaks_nothing(case: Case) -> None:
+    """DeepSpeed takes it out before it looks at the names."""
+    finding = only(configured(case, {"stage": 3, "foo": "auto"}), "config-keys")
+    assert finding.severity == "costs"
+    assert "drops it" in finding.found
+
+
 def test_a_wrong_stage_is_named(case: Case) -> None:
     """Parameters are offloaded at stage 3 alone."""
     zero = {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def test_a_library_that_hangs_is_ended_at_the_deadline(
     assert time.monotonic() - started < 10
     assert found.died is not None
     assert found.died.startswith("did not answer within 1 s and was ended while it was asked about torch")
+
+
+def test_a_child_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that this user may not run."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert str(ask().died).startswith("could not be started: ")
 
 
 def test_what_libraries_print_is_not_taken_for_an_answer(

@@ -36,7 +36,8 @@ def build_lock(case: Case) -> Iterator[Finding]:
                     severity="will break",
                     found=f"{lock}, {age}, is the lock of a build that no process of yours on this host has open",
                     costs="`deepspeed.initialize` waits for it for ever, without a word",
-                    fix=f"rm {shlex.quote(str(lock))}; not before you know that no other user or host builds in this folder",
+                    fix=f"rm {shlex.quote(str(lock))}; not before you know that no other user or host builds in "
+                    "this folder",
                 )
 
 
