@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import difflib
+import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +27,16 @@ BLOCK = "autotune_offload"
 """Our top-level block. DeepSpeed ignores top-level keys that it does not know."""
 
 Auto = Literal["auto"]
+
+MAX_CHARACTERS = 1 << 20
+"""A longer configuration is refused unparsed: hjson takes a second for as many. DeepSpeed's longest keys and a
+thousand of them make 100 KB."""
+
+MAX_PARTS = 1 << 16
+"""Commas, colons and lines at most, which is what hjson's time follows."""
+
+_UNREADABLE = (ValueError, OverflowError, IndexError)
+"""What hjson raises besides its own error, a ValueError: for numbers too large, and a comment without an end."""
 
 _FORMS = "a dict, a path to a JSON or hjson file, urlsafe base64 of its text, or the JSON text itself"
 _UNIT_BYTES = {"b": 1} | {
@@ -47,12 +59,17 @@ def read(source: object) -> dict[str, Any]:
     Raises:
         ConfigError: saying what was found, where, and what is accepted.
     """
-    if isinstance(source, Mapping):
-        return _plain_dict(source)
-    if isinstance(source, os.PathLike):
-        return _read_file(os.fsdecode(source))
-    if isinstance(source, str):
-        return _read_str(source)
+    try:
+        if isinstance(source, Mapping):
+            return _plain_dict(source)
+        if isinstance(source, os.PathLike):
+            return _read_file(os.fsdecode(source))
+        if isinstance(source, str):
+            return _read_str(source)
+    except RecursionError:
+        raise ConfigError(
+            "the configuration is nested too deeply to be read; DeepSpeed's has 4 levels"
+        ) from None
     raise ConfigError(f"a DeepSpeed configuration cannot be a {type(source).__name__}; pass {_FORMS}")
 
 
@@ -84,7 +101,8 @@ def _read_str(text: str) -> dict[str, Any]:
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)  # a bound of its own: a pipe or a device tells no size
     except FileNotFoundError:
         raise _missing(path) from None
     except IsADirectoryError:
@@ -95,11 +113,14 @@ def _read_file(path: str) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ConfigError(f'"{path}" cannot be read: {error.strerror}') from error
+    except ValueError:
+        raise ConfigError(f"{path!r} is no name that a file can have; expected {_FORMS}") from None
     return _parse(text, f'"{path}"')
 
 
 def _from_text(text: str) -> dict[str, Any]:
     where = "the configuration text"
+    _refuse_large(text, where)
     if "Infinity" in text:
         # What `json.dumps` makes of an infinity; hjson would take it, and the comma after it, for a text.
         with suppress(ValueError):
@@ -109,11 +130,12 @@ def _from_text(text: str) -> dict[str, Any]:
 
 def _from_base64(text: str) -> dict[str, Any] | None:
     """The configuration in urlsafe base64, or None where `text` is not that."""
+    _refuse_large(text, "the configuration in base64")
     try:
         decoded = base64.urlsafe_b64decode(text).decode("utf-8")
         # DeepSpeed lets the last of two equal keys win here, and reads nothing as {}.
         parsed = hjson.loads(decoded) if decoded.strip() else None
-    except ValueError:
+    except _UNREADABLE:
         whole = text[: len(text) // 4 * 4]
         if re.fullmatch(r"[\w+/=-]{8,}", text, re.ASCII) and _opens_object(whole):
             raise ConfigError(
@@ -134,11 +156,28 @@ def _opens_object(text: str) -> bool:
 def _parse(text: str, where: str) -> dict[str, Any]:
     if not text.strip("\ufeff \t\r\n"):
         raise ConfigError(f"{where} is empty; expected a DeepSpeed configuration")
+    _refuse_large(text, where)
     try:
         parsed = hjson.loads(text, object_pairs_hook=_unique(where))
     except hjson.HjsonDecodeError as error:
         raise ConfigError(_syntax(text, where, error)) from None
+    except _UNREADABLE as error:
+        raise ConfigError(f"{where} is not valid JSON or hjson: {error}") from None
     return _object(parsed, where)
+
+
+def _refuse_large(text: str, where: str) -> None:
+    """Before parsing, which would take minutes for the largest."""
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(
+            f"{where} has more than {MAX_CHARACTERS:,} characters; expected a DeepSpeed configuration"
+        )
+    parts = sum(text.count(mark) for mark in (",", ":", "\n"))
+    if parts > MAX_PARTS:
+        raise ConfigError(
+            f"{where} has {parts:,} lines and values, and {MAX_PARTS:,} are the most that is read; "
+            "expected a DeepSpeed configuration"
+        )
 
 
 def _syntax(text: str, where: str, error: hjson.HjsonDecodeError) -> str:
@@ -161,7 +200,7 @@ def _object(parsed: object, where: str) -> dict[str, Any]:
 def _unique(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise ConfigError(f"{where} holds a key twice: {', '.join(twice)}; keep one of them")
         return dict(pairs)
@@ -173,12 +212,20 @@ def _missing(path: str) -> ConfigError:
     folder, name = os.path.split(os.path.abspath(path))
     shown = path if len(path) <= 120 else f"{path[:80]}... ({len(path)} characters)"
     message = f'no such file "{shown}"; looked in {folder if len(folder) <= 200 else os.getcwd()}'
-    if os.path.isdir(folder):
-        near = difflib.get_close_matches(name, os.listdir(folder), n=1)
-        message += f'; did you mean "{near[0]}"?' if near else ""
+    near = difflib.get_close_matches(name[:255], _neighbours(folder), n=1)
+    message += f'; did you mean "{near[0]}"?' if near else ""
     if os.sep not in path and not Path(name).suffix:
         message += f"; expected {_FORMS}"
     return ConfigError(message)
+
+
+def _neighbours(folder: str) -> list[str]:
+    """Names in a folder, the first of them where there are very many."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in itertools.islice(entries, 1000)]
+    except (OSError, ValueError):
+        return []
 
 
 # -- our block ------------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 from msgspec import Meta
 
-from autotune_offload import folders, shipped
+from autotune_offload import documents, folders, shipped
 from autotune_offload.errors import ConfigError
 
 SCHEMA = 1
@@ -211,11 +210,12 @@ def read(file: Path) -> Machine:
             without a source; the message names it.
     """
     try:
-        described = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text, _ = documents.read_text(file)
+        described = documents.parse(text)
     except FileNotFoundError:
         raise ConfigError(f'no such file "{file}", looked in {Path.cwd()}; expected a machine file') from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f'machine file "{file}" is not readable YAML: {error}') from error
+    except documents.Refused as error:
+        raise ConfigError(f'machine file "{file}" {error}; docs/machines.md describes the keys') from error
     return parse(described, f'machine file "{file}"')
 
 

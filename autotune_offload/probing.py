@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import yaml
 
-from autotune_offload import host
+from autotune_offload import documents, host
 from autotune_offload import workload as workloads
 from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.ds_config import Settings
@@ -56,8 +55,9 @@ def load_plan(name: str, budget_seconds: float | None = None) -> Plan:
     """
     file = config_file("probe_plans", f"{name}.yaml")
     try:
-        plan = msgspec.convert(yaml.safe_load(file.read_text(encoding="utf-8")), Plan)
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        text, _ = documents.read_text(file)
+        plan = msgspec.convert(documents.parse(text), Plan)
+    except (documents.Refused, msgspec.ValidationError) as error:
         raise ConfigError(f'probe plan "{file}" cannot be used: {error}') from error
     if budget_seconds is None:
         return plan

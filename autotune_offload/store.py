@@ -21,21 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from autotune_offload import folders
+from autotune_offload import documents, folders
 from autotune_offload.errors import ProfileError
 from autotune_offload.records import SCHEMA, Profile, Scalar, fingerprint_key, from_plain, to_plain
-
-try:
-    from yaml import CSafeDumper as _SafeDumper
-    from yaml import CSafeLoader as _SafeLoader
-except ImportError:  # PyYAML built without libyaml: the same result, some 15 times slower
-    from yaml import SafeDumper as _SafeDumper  # type: ignore[assignment]
-    from yaml import SafeLoader as _SafeLoader  # type: ignore[assignment]
-
-MAX_FILE_BYTES = 4 << 20
-"""A larger file is refused unread. An ordinary profile has 40 KB; 4 MB take seconds to parse."""
 
 _HEADER = """\
 # A profile of autotune-offload: what was measured on one host, and the choice that followed.
@@ -49,18 +37,8 @@ _NEAREST_AMONG = 64
 _TABLES = ("transfers", "casts", "baselines", "candidates")
 _STALE_SECONDS = 3600.0  # a temporary file this old belongs to a process that was killed
 _AGAIN = "measure again with `autotune-offload probe --refresh`"
+_ELSEWHERE = f"set {folders.CACHE_VARIABLE} to a folder that can be written, or go on without saving"
 _ABSENT = object()
-
-# What PyYAML's constructors are known to raise, besides YAMLError, for a malformed document.
-_UNREADABLE = (
-    yaml.YAMLError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +87,24 @@ class Store:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _replace(path, _to_text(profile))
         except (OSError, UnicodeError) as error:
-            raise ProfileError(
-                f"cannot save the profile as {path}: {error}; "
-                f"set {folders.CACHE_VARIABLE} to a folder that can be written, or go on without saving"
-            ) from error
+            raise ProfileError(f"cannot save the profile as {path}: {error}; {_ELSEWHERE}") from error
         return path
+
+    def why_not_writable(self) -> str | None:
+        """Why nothing can be saved here, if so, found out by making the folder and an empty file in it.
+
+        To be asked before minutes go into what cannot be kept. A disk that fills up later, or quotas, still
+        end `save`.
+        """
+        try:
+            self._require_home()
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except ProfileError as error:
+            return str(error)
+        except OSError as error:
+            return f"no profile can be saved in {self.folder}: {error}; {_ELSEWHERE}"
+        return None
 
     def lookup(self, fingerprint: dict[str, Scalar], ignore: frozenset[str] = frozenset()) -> Profile | Miss:
         """The stored profile of an environment, or why there is none. Never raises for a bad file.
@@ -129,12 +120,12 @@ class Store:
         return self._newest(fingerprint, ignore) if ignore else self._exact(fingerprint)
 
     def load(self, path: Path) -> Profile:
-        """Reads one file.
+        """Reads one file that the user named, whoever owns it.
 
         Raises:
             ProfileError: it is missing, unreadable, truncated, of another schema, or not a profile.
         """
-        return _load(path)
+        return _load(path, only_own=False)
 
     def entries(self) -> tuple[Entry, ...]:
         """Every file of the store, newest first, broken ones included."""
@@ -177,7 +168,7 @@ class Store:
         if not os.path.lexists(path):
             return self._nearest(fingerprint)
         try:
-            profile = _load(path)
+            profile = _load(path, only_own=True)
         except ProfileError as error:
             return Miss(reason=str(error))
         if differs := _differing(profile.fingerprint, fingerprint):
@@ -194,7 +185,7 @@ class Store:
             if not set(_differing(stored, fingerprint)) <= ignore:
                 continue
             try:
-                return _load(path)
+                return _load(path, only_own=True)
             except ProfileError as error:
                 problems.append(str(error))
         return Miss(reason=problems[0]) if problems else self._nearest(fingerprint, ignore)
@@ -287,21 +278,31 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, *, only_own: bool) -> str:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for ever
-            raise ProfileError(f"{path} is not a regular file; remove it and {_AGAIN}")
-        if status.st_size > MAX_FILE_BYTES:
-            size = f"{status.st_size / 1e6:.1f} MB, and a profile has at most {MAX_FILE_BYTES / 1e6:.1f} MB"
-            raise ProfileError(f"{path} has {size}; remove it and {_AGAIN}")
-        return path.read_bytes().decode("utf-8")
+        text, status = documents.read_text(path)
     except FileNotFoundError as error:
         raise ProfileError(
             f"there is no profile {path}; list them with `autotune-offload profiles list`"
         ) from error
-    except (OSError, UnicodeError) as error:
-        raise ProfileError(f"{path} cannot be read: {error}; {_AGAIN}") from error
+    except documents.Refused as error:
+        raise ProfileError(f"{path} {error}; remove it and {_AGAIN}") from error
+    why_not = _why_not_trusted(status) if only_own else None
+    if why_not is not None:
+        raise ProfileError(f"{path} {why_not}; {_AGAIN}")
+    return text
+
+
+def _why_not_trusted(status: os.stat_result) -> str | None:
+    """Why a file that was not named by the user is not believed: someone else could have written it.
+
+    root's are believed, as OpenSSH does (sshd_config(5), StrictModes): an administrator may prepare a store.
+    """
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user (uid {status.st_uid}, this is uid {os.geteuid()})"
+    if status.st_mode & stat.S_IWOTH:
+        return f"can be written by everyone (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
 
 
 # -- the stored form ------------------------------------------------------------------------------
@@ -311,25 +312,28 @@ class _Line(list[Any]):
     """A sequence that is written on one line."""
 
 
-class _Dumper(_SafeDumper):
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _represent_line(dumper: _Dumper, line: _Line) -> yaml.Node:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", line, flow_style=True)
-
-
-_Dumper.add_representer(_Line, _represent_line)
-
-
 def _to_text(profile: Profile) -> str:
     plain = to_plain(profile)
     for name in _TABLES:
         plain[name] = _to_table(plain[name])
     for name in ("partitions", "parameters"):
         plain["workload"][name] = _Line(plain["workload"][name])
-    return _HEADER + str(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=110, explicit_end=True))
+    return _HEADER + _dumped(plain)
+
+
+def _dumped(plain: dict[str, Any]) -> str:
+    import yaml  # here, so that a start with a stored profile does not wait for the half that writes
+
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # with or without libyaml
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    def on_one_line(dumper: Dumper, line: _Line) -> yaml.Node:
+        node: yaml.Node = dumper.represent_sequence("tag:yaml.org,2002:seq", line, flow_style=True)
+        return node
+
+    Dumper.add_representer(_Line, on_one_line)
+    return str(yaml.dump(plain, Dumper=Dumper, sort_keys=False, width=110, explicit_end=True))
 
 
 def _to_table(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -346,26 +350,26 @@ def _from_table(table: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _schema_checked(path: Path) -> str:
+def _schema_checked(path: Path, *, only_own: bool) -> str:
     """The file's text. Looked at before any parsing: a large file that is no profile would take long."""
-    text = _read(path)
+    text = _read(path, only_own=only_own)
     if not text.strip():
         raise ProfileError(f"{path} is empty; {_AGAIN}")
     schema = re.search(r"^schema: (.*)$", text[:_IDENTITY_BYTES], re.MULTILINE)
     if schema is None or schema[1] != str(SCHEMA):
-        has = f"schema {schema[1]}" if schema else "no schema"
+        has = f"schema {schema[1][:40]}" if schema else "no schema"
         raise ProfileError(f"{path} has {has}, and this version reads schema {SCHEMA}; {_AGAIN}")
     return text
 
 
-def _load(path: Path) -> Profile:
-    text = _schema_checked(path)
+def _load(path: Path, *, only_own: bool) -> Profile:
+    text = _schema_checked(path, only_own=only_own)
     if not text.rstrip().endswith(_END):
         raise ProfileError(f"{path} is truncated: its last line must be '...'; {_AGAIN}")
     plain = _parse(path, text)
     try:
         tables = {name: _from_table(plain[name]) for name in _TABLES}
-    except _UNREADABLE as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ProfileError(f"{path} holds a malformed table of measurements: {error!r}; {_AGAIN}") from error
     try:
         return from_plain({**plain, **tables}, Profile)
@@ -375,26 +379,17 @@ def _load(path: Path) -> Profile:
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
-        _refuse_aliases(path, text)
-        plain = yaml.load(text, Loader=_SafeLoader)
-    except _UNREADABLE as error:
-        raise ProfileError(f"{path} is not valid YAML: {' '.join(str(error).split())}; {_AGAIN}") from error
+        plain = documents.parse(text)
+    except documents.Refused as error:
+        raise ProfileError(f"{path} {error}; {_AGAIN}") from error
     if not isinstance(plain, dict):
         raise ProfileError(f"{path} holds a {type(plain).__name__} where a profile is a mapping; {_AGAIN}")
     return plain
 
 
-def _refuse_aliases(path: Path, text: str) -> None:
-    """Nested aliases turn a small file into a huge document; a profile never has one."""
-    if "*" in text and any(
-        isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_SafeLoader)
-    ):
-        raise ProfileError(f"{path} holds YAML aliases, which no profile has; remove it and {_AGAIN}")
-
-
 def _identity(path: Path) -> dict[str, Scalar]:
     """The fingerprint alone, from the head of the file."""
-    head, found, _ = _schema_checked(path)[:_IDENTITY_BYTES].partition(_AFTER_IDENTITY)
+    head, found, _ = _schema_checked(path, only_own=True)[:_IDENTITY_BYTES].partition(_AFTER_IDENTITY)
     fingerprint = _parse(path, head).get("fingerprint") if found else None
     if not isinstance(fingerprint, dict):
         raise ProfileError(f"{path} has no fingerprint at its head; {_AGAIN}")
@@ -403,6 +398,6 @@ def _identity(path: Path) -> dict[str, Scalar]:
 
 def _entry(path: Path) -> Entry:
     try:
-        return Entry(path=path, profile=_load(path))
+        return Entry(path=path, profile=_load(path, only_own=True))
     except ProfileError as error:
         return Entry(path=path, problem=str(error))

@@ -16,6 +16,7 @@ FLOORS = {
     "errors": 0,
     "records": 0,
     "shipped": 0,
+    "documents": 0,
     "folders": 0,
     "kernel": 0,
     "host": 1,

@@ -120,7 +120,7 @@ def test_a_description_that_cannot_be_used_says_why(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[1, 2", "not readable YAML"), ("- 1", "holds list"), ("", "holds NoneType")]
+    ("text", "said"), [("[1, 2", "not valid YAML"), ("- 1", "holds list"), ("", "holds NoneType")]
 )
 def test_a_file_that_is_no_description_says_so(text: str, said: str, tmp_path: Path) -> None:
     """Broken YAML and YAML of another form are told apart."""

@@ -23,10 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_offload import store as store_module
+from autotune_offload.documents import MAX_BYTES, MAX_PARTS
 from autotune_offload.errors import ProfileError
 from autotune_offload.folders import CACHE_VARIABLE
 from autotune_offload.records import PinCost, Profile, Scalar, from_plain, to_plain
-from autotune_offload.store import MAX_FILE_BYTES, Miss, Store
+from autotune_offload.store import Miss, Store
 from tests.factories import make_choice, make_profile, make_workload
 
 CHECKOUT = Path(store_module.__file__).parents[1]
@@ -178,8 +179,7 @@ def test_without_libyaml_the_result_is_the_same(store: Store) -> None:
         "import sys, yaml\n"
         "del yaml.CSafeLoader, yaml.CSafeDumper\n"
         "from pathlib import Path\n"
-        "from autotune_offload.store import Store, _SafeLoader\n"
-        "assert _SafeLoader is yaml.SafeLoader\n"
+        "from autotune_offload.store import Store\n"
         "store = Store(Path(sys.argv[1]))\n"
         "(entry,) = store.entries()\n"
         "store.save(entry.profile)\n"
@@ -344,23 +344,52 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "YAML",
     ),
     "deep nesting": (
-        lambda path: path.write_text("schema: 1\nx: " + "[" * 100_000 + "\n...\n"),
+        lambda path: path.write_text("schema: 1\nx: " + "[" * 15_000 + "\n...\n"),
         "not valid YAML",
     ),
     "aliases": (nested_aliases, "aliases"),
     "large and no profile": (lambda path: path.write_bytes(b"a: 1\n" * 800_000 + b"...\n"), "no schema"),
-    "too large": (lambda path: path.write_bytes(b"#" * (MAX_FILE_BYTES + 1)), "MB"),
+    "too large": (lambda path: path.write_bytes(b"#" * (MAX_BYTES + 1)), "MB"),
+    "a gigabyte of text": (lambda path: os.truncate(path, 1 << 30), "MB"),
+    "many values": (
+        lambda path: path.write_text("schema: 1\nx: [" + "1," * MAX_PARTS + "]\n...\n"),
+        "values",
+    ),
+    "a number in base 60": (
+        lambda path: path.write_text("schema: 1\nx: 1" + ":1" * (MAX_PARTS - 10) + "\n...\n"),
+        "table",
+    ),
+    "a number of a million digits": (
+        lambda path: path.write_text("schema: 1\nx: " + "1" * 1_000_000 + "\n...\n"),
+        "not valid YAML",
+    ),
+    "block nesting": (
+        lambda path: path.write_text("schema: 1\nx:\n " + "- " * (MAX_PARTS - 10) + "1\n...\n"),
+        "not valid YAML",
+    ),
+    "two documents": (write_over(lambda text: text + "--- 1\n...\n"), "not valid YAML"),
+    "a newer schema": (write_over(lambda text: text.replace("schema: 1\n", "schema: 2\n")), "schema 2"),
+    "another user's": (lambda path: os.chown(path, 65534, -1), "belongs to another user (uid 65534"),
+    "writable by everyone": (lambda path: path.chmod(0o666), "written by everyone (mode 0666)"),
     "a folder": (instead(Path.mkdir), "regular file"),
     "a FIFO": (instead(os.mkfifo), "regular file"),
     "a dangling link": (instead(lambda path: path.symlink_to("nowhere")), "no profile"),
 }
 
 
+DISTRUSTED = {"another user's", "writable by everyone"}
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_a_miss_with_its_reason_and_is_replaced_by_the_next_save(
     store: Store, damage: str
 ) -> None:
-    """Neither lookup raises, `load` and `entries` tell the same reason, all in under a second."""
+    """Neither lookup raises, `load` and `entries` tell the same reason, all in under a second.
+
+    Whose file it is counts where nobody named it, so not for `load`.
+    """
+    if damage == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
     profile = make_profile()
     path = store.save(profile)
     spoil, reason = DAMAGES[damage]
@@ -369,8 +398,11 @@ def test_a_damaged_file_is_a_miss_with_its_reason_and_is_replaced_by_the_next_sa
     assert reason in missed(store.lookup(profile.fingerprint)).reason
     missed(store.lookup(profile.fingerprint, frozenset({"workload"})))
     assert time.process_time() - start < 1
-    with pytest.raises(ProfileError, match=re.escape(reason)):
-        store.load(path)
+    if damage in DISTRUSTED:
+        assert store.load(path) == profile
+    else:
+        with pytest.raises(ProfileError, match=re.escape(reason)):
+            store.load(path)
     (entry,) = store.entries()
     assert entry.profile is None
     assert reason in (entry.problem or "")
