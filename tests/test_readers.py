@@ -135,9 +135,7 @@ def test_any_bytes_are_a_configuration_or_a_config_error(content: bytes) -> None
         file.write_bytes(content)
         text = content.decode("utf-8", "replace")
         for source in (file, str(file), text, base64.urlsafe_b64encode(content).decode()):
-            read_within_a_second(
-                lambda source=source: ds_config.settings(ds_config.read(source)), ConfigError
-            )
+            read_within_a_second(partial(settings_in, source), ConfigError)
 
 
 values = st.recursive(
