@@ -15,28 +15,15 @@ from autotune_offload import documents, host
 from autotune_offload import workload as workloads
 from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.ds_config import Settings
+from autotune_offload.environment import WORKLOAD_FIELD, Environment, release
 from autotune_offload.errors import BudgetError, ConfigError
-from autotune_offload.paths import stock_sequence
-from autotune_offload.records import (
-    SCHEMA,
-    DeviceIdentity,
-    HostFacts,
-    Limits,
-    Plan,
-    Profile,
-    Scalar,
-    Software,
-    Workload,
-)
+from autotune_offload.records import SCHEMA, Plan, Profile, Scalar, Workload
 from autotune_offload.shipped import config_file
 from autotune_offload.store import Miss, Store
-from autotune_offload.zero3 import parse_version, written_keys
+from autotune_offload.zero3 import written_keys
 
 if TYPE_CHECKING:
     from autotune_offload.measure import Progress
-
-WORKLOAD_FIELD = "workload"
-"""The fingerprint's field that a lookup leaves out while the model is not known yet."""
 
 _MEMORY_SHARE = 8
 """Buffers for measuring take at most one part in so many of the memory that is free."""
@@ -137,7 +124,14 @@ def probe(
     return Profile(
         schema=SCHEMA,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        fingerprint=fingerprint(facts, device.identity, software, limits, workload, steer),
+        fingerprint=Environment(
+            host=facts,
+            device=device.identity,
+            software=software,
+            limits=limits,
+            workload=workload,
+            settings=steer,
+        ).fingerprint(),
         host=facts,
         device=device.identity,
         software=software,
@@ -183,59 +177,14 @@ def present_fingerprint(
     device: AcceleratorDevice, workload: Workload, settings: Settings
 ) -> dict[str, Scalar]:
     """The fingerprint of this process, host and device, read now."""
-    limits = host.limits(pin_backend=device.identity.pin_backend)
-    return fingerprint(host.facts(), device.identity, host.software(), limits, workload, settings)
-
-
-def fingerprint(
-    facts: HostFacts,
-    device: DeviceIdentity,
-    software: Software,
-    limits: Limits,
-    workload: Workload,
-    settings: Settings,
-) -> dict[str, Scalar]:
-    """What a stored profile must share with the present to be used. The host's name is not in it.
-
-    Versions count by minor release, DeepSpeed's also by how it moves a gradient. Memory limits count by
-    class (none, or their power of two), since what is free changes from minute to minute.
-    """
-    memlock = next((limit.bytes for limit in limits.bounds if limit.name == "memlock"), None)
-    return {
-        "device.kind": device.kind,
-        "device.name": device.name,
-        "device.capability": device.capability,
-        "device.memory_bytes": device.memory_bytes,
-        "device.mig_slice": device.mig_slice,
-        "device.link": _link(device),
-        "device.pin_backend": device.pin_backend,
-        "host.cpu_model": facts.cpu_model,
-        "host.affinity_cpus": facts.affinity_cpus,
-        "host.numa_bound": facts.numa_bound,
-        "limits.memlock_class": None if memlock is None else memlock.bit_length(),
-        "software.torch": _minor(software.torch),
-        "software.deepspeed": _minor(software.deepspeed),
-        "software.sequence": stock_sequence(release(software.deepspeed)).name,
-        "schema": SCHEMA,
-        WORKLOAD_FIELD: workloads.workload_class(workload),
-        "fixed": settings.fixed,
-    }
-
-
-def release(version: str) -> tuple[int, int, int]:
-    """Major, minor and patch of a DeepSpeed version; 0.19.8+cu13 is (0, 19, 8)."""
-    parsed = parse_version(version)
-    return parsed.major, parsed.minor, parsed.micro
-
-
-def _link(device: DeviceIdentity) -> str | None:
-    if device.link_generation is None and device.link_width is None:
-        return None
-    return f"gen{device.link_generation} x{device.link_width}"
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+    return Environment(
+        host=host.facts(),
+        device=device.identity,
+        software=host.software(),
+        limits=host.limits(pin_backend=device.identity.pin_backend),
+        workload=workload,
+        settings=settings,
+    ).fingerprint()
 
 
 def _capped(settings: Settings, max_pinned_bytes: int | None) -> Settings:

@@ -38,6 +38,8 @@ FLOORS = {
     "verdict": 3,
     "decide": 3,
     "zero3": 3,
+    "environment": 4,
+    "recheck": 4,
     "probing": 4,
     "agree": 4,
     "attach": 5,
@@ -60,6 +62,7 @@ NEIGHBOURS = {
     "decide": {"candidates", "contest", "verdict", "zero_sizes"},
     "checks": {"checks"},
     "doctor": {"checks"},
+    "probing": {"environment", "recheck"},
     "cli": {"cli"},
     "__main__": {"cli"},
 }

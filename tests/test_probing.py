@@ -16,14 +16,8 @@ from autotune_offload.ds_config import Settings
 from autotune_offload.errors import BudgetError, ConfigError
 from autotune_offload.records import (
     SCHEMA,
-    DeviceIdentity,
-    HostFacts,
-    Limit,
     Limits,
     Profile,
-    Software,
-    Workload,
-    fingerprint_key,
     from_plain,
     to_plain,
 )
@@ -258,89 +252,7 @@ def test_the_smaller_bound_on_pinned_memory_counts(
     assert asked == [expected]
 
 
-# -- fingerprint and lookup -----------------------------------------------------------------------
-
-
-def environment() -> tuple[HostFacts, DeviceIdentity, Software, Limits, Workload, Settings]:
-    """What a fingerprint is made of."""
-    profile = make_profile()
-    memlock = Limit(name="memlock", bytes=1 << 26, source="ulimit -l", raise_by="raise it")
-    limits = dataclasses.replace(profile.limits, bounds=(*profile.limits.bounds, memlock))
-    return profile.host, profile.device, profile.software, limits, profile.workload, Settings()
-
-
-def key_with(**changes: object) -> str:
-    """The key after changing fields, each given as part__field."""
-    names = ("host", "device", "software", "limits", "workload", "settings")
-    parts = dict(zip(names, environment(), strict=True))
-    for name, value in changes.items():
-        part, _, field = name.partition("__")
-        parts[part] = dataclasses.replace(parts[part], **{field: value})  # type: ignore[type-var]  # records all
-    return fingerprint_key(probing.fingerprint(*parts.values()))  # type: ignore[arg-type]  # in order
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"device__kind": "xpu"},
-        {"device__name": "NVIDIA H100"},
-        {"device__capability": "9.1"},
-        {"device__memory_bytes": 1 << 36},
-        {"device__mig_slice": "1g.10gb"},
-        {"device__link_generation": 4},
-        {"device__link_width": 8},
-        {"device__pin_backend": "native"},
-        {"host__cpu_model": "another"},
-        {"host__affinity_cpus": 8},
-        {"host__numa_bound": False},
-        {"limits__bounds": ()},
-        {"software__torch": "2.14.0"},
-        {"software__deepspeed": "0.20.0"},
-        {"workload__dtype": "float16"},
-        {"workload__world_size": 16},
-        {"settings__path": "direct"},
-        {"settings__max_pinned_bytes": 1 << 30},
-        {"software__deepspeed": "0.19.4"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_what_invalidates_a_profile_changes_the_key(change: dict[str, object]) -> None:
-    """Each of these may change what is fastest."""
-    assert key_with(**change) != key_with()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"host__name": "another"},
-        {"host__ram_bytes": 1},
-        {"limits__available_bytes": 1},
-        {"limits__pinnable_bytes": 1},
-        {"device__index": 3},
-        {"software__torch": "2.13.9"},
-        {"software__deepspeed": "0.19.9"},
-        {"software__python": "3.12.1"},
-        {"workload__source": "another"},
-        {"settings__path": "deepspeed"},
-        {"settings__budget_seconds": 9.0},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_what_changes_by_itself_does_not_change_the_key(change: dict[str, object]) -> None:
-    """Names, free memory, patch releases and words."""
-    assert key_with(**change) == key_with()
-
-
-def test_the_host_name_is_no_part_of_a_fingerprint() -> None:
-    """Neither as a field nor in a value."""
-    parts = environment()
-    assert parts[0].name not in str(probing.fingerprint(*parts))
-
-
-def test_release_drops_local_parts() -> None:
-    """Builds of one release are one version."""
-    assert probing.release("0.19.8+cu130") == (0, 19, 8)
-    assert probing.release("0.20.0.dev1") == (0, 20, 0)
+# -- lookup ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
