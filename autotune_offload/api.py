@@ -319,13 +319,21 @@ def _profile(
     found = lookup(store, workload, device, settings)
     if not isinstance(found, Miss):
         return found, f"stored profile of {found.created}", ()
-    _log.info("measuring this host: %s", found.reason)
+    why_not = store.why_not_writable()
+    if why_not is not None:
+        _warn(f"measuring this host without a cache: {why_not}")
+    else:
+        _log.info("measuring this host: %s", found.reason)
     budget = None if isinstance(settings.budget_seconds, str) else settings.budget_seconds
-    profile = probe(workload=workload, budget_seconds=budget, settings=settings, device=device)
+    profile = probe(workload=workload, budget_seconds=budget, settings=settings, device=device, missed=found)
+    if why_not is not None:
+        return profile, "measured now", (f"the profile was not stored: {why_not}",)
     try:
         return profile, f"measured now, stored in {store.save(profile)}", ()
-    except ProfileError as error:
-        return profile, "measured now", (f"the profile was not stored: {error}",)
+    except ProfileError as error:  # a disk that has filled up since
+        notice = f"the profile was not stored: {error}"
+        _warn(notice)
+        return profile, "measured now", (notice,)
 
 
 def _with_overrides(config: Mapping[str, Any], autotune: Mapping[str, Any] | bool | None) -> dict[str, Any]:

@@ -72,8 +72,12 @@ class PinRules:
         """Why this candidate cannot run, if so."""
         why = self.against_path(candidate.path)
         if why is None and candidate.path == "staged":
-            why = host.check_pinned([candidate.buffer_bytes * candidate.buffer_count], self.limits)
+            why = self.against_ring(candidate.buffer_bytes, candidate.buffer_count)
         return why
+
+    def against_ring(self, buffer_bytes: int, buffer_count: int) -> str | None:
+        """Why the ring of `staged`, which is one block, does not fit, if so."""
+        return host.check_pinned([buffer_bytes * buffer_count], self.limits)
 
     def against_optimizer(self) -> str | None:
         """Why what `offload_optimizer.pin_memory` page-locks does not fit, if so."""

@@ -17,6 +17,7 @@ from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.ds_config import Settings
 from autotune_offload.environment import WORKLOAD_FIELD, Environment, release
 from autotune_offload.errors import BudgetError, ConfigError
+from autotune_offload.recheck import doubt
 from autotune_offload.records import SCHEMA, Plan, Profile, Scalar, Workload
 from autotune_offload.shipped import config_file
 from autotune_offload.store import Miss, Store
@@ -62,6 +63,7 @@ def probe(
     settings: Settings | None = None,
     device: Device | None = None,
     progress: Progress | None = None,
+    missed: Miss | None = None,
 ) -> Profile:
     """Measure this host, choose, and return the profile. Saves nothing.
 
@@ -73,6 +75,7 @@ def probe(
         settings: what the user fixed in the ``autotune_offload`` block.
         device: None takes the accelerator that DeepSpeed chooses. One that is described brings its host along.
         progress: called with what is being measured and the fraction done.
+        missed: what `lookup` said of the stored profile; a re-check's time is kept for the next start.
 
     Raises:
         ConfigError: a plan or a fixed setting that cannot be used.
@@ -149,6 +152,7 @@ def probe(
         stability=measurements.stability,
         elapsed_seconds=device.now() - started,
         warnings=decision.warnings,
+        rechecked_seconds=missed.rechecked_seconds if missed is not None else None,
     )
 
 
@@ -165,18 +169,26 @@ def lookup(
 ) -> Profile | Miss:
     """The stored profile for the present environment and what the user fixed, or why there is none.
 
-    A workload of None takes the newest one that was decided for any model.
+    A workload of None takes the newest one that was decided for any model. One that is found is checked
+    against today's limits and by one copy on the device (see `recheck`).
     """
     device = device or AcceleratorDevice()
     ignore = frozenset({WORKLOAD_FIELD}) if workload is None else frozenset[str]()
-    present = present_fingerprint(device, workload or default_workload(), settings or Settings())
-    return store.lookup(present, ignore=ignore)
+    here = _present(device, workload or default_workload(), settings or Settings())
+    found = store.lookup(here.fingerprint(), ignore=ignore)
+    if isinstance(found, Miss):
+        return found
+    return doubt(found, device, here.limits) or found
 
 
 def present_fingerprint(
     device: AcceleratorDevice, workload: Workload, settings: Settings
 ) -> dict[str, Scalar]:
     """The fingerprint of this process, host and device, read now."""
+    return _present(device, workload, settings).fingerprint()
+
+
+def _present(device: AcceleratorDevice, workload: Workload, settings: Settings) -> Environment:
     return Environment(
         host=host.facts(),
         device=device.identity,
@@ -184,7 +196,7 @@ def present_fingerprint(
         limits=host.limits(pin_backend=device.identity.pin_backend),
         workload=workload,
         settings=settings,
-    ).fingerprint()
+    )
 
 
 def _capped(settings: Settings, max_pinned_bytes: int | None) -> Settings:

@@ -364,6 +364,8 @@ class Profile:
     stability: tuple[str, ...]
     elapsed_seconds: float
     warnings: tuple[str, ...] = ()
+    rechecked_seconds: float | None = None
+    """What a copy took at a start that led to this measurement (see `recheck`); later starts allow for it."""
 
 
 # -- what stands in the way -----------------------------------------------------------------------

@@ -43,10 +43,14 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
-    """Why no profile was found. `differs` names the fields in which the nearest stored one differs."""
+    """Why no profile was found. `differs` names the fields in which the nearest stored one differs.
+
+    `rechecked_seconds` is what a copy took that was too slow for the stored profile (see `recheck`).
+    """
 
     reason: str
     differs: tuple[str, ...] = ()
+    rechecked_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

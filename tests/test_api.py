@@ -23,6 +23,7 @@ from autotune_offload.device import AcceleratorDevice
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
 from autotune_offload.records import Profile, Workload
+from autotune_offload.store import Miss
 from tests.factories import make_choice, make_profile
 
 MODEL = torch.nn.Linear(8, 8)
@@ -67,7 +68,8 @@ class Probes(list[dict[str, Any]]):
             raise self.error
         workload = workload or probing.default_workload()
         present = probing.present_fingerprint(device, workload, kwargs["settings"])
-        return make_profile(fingerprint=present, workload=workload, choice=self.choice)
+        # with no copy to be timed again: these are another machine's
+        return make_profile(fingerprint=present, workload=workload, choice=self.choice, transfers=())
 
 
 @pytest.fixture
@@ -371,16 +373,57 @@ def test_what_a_user_fixed_has_a_profile_of_its_own(calls: Calls, probes: Probes
     assert api.report(engine).source.startswith("stored profile of")
 
 
-def test_a_store_that_cannot_be_written_is_a_notice(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_store_that_cannot_be_written_is_one_line_before_measuring(
+    calls: Calls,
+    probes: Probes,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The run is tuned all the same."""
+    """The run is tuned all the same, and the report says it too."""
+    said: list[list[str]] = []
+    measure = probes.stub
+
+    def stub(**kwargs: Any) -> Profile:
+        said.append(warnings(caplog))
+        return measure(**kwargs)
+
+    monkeypatch.setattr(api, "probe", stub)
     (tmp_path / "occupied").write_text("")
     monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path / "occupied" / "profiles"))
     engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert is_tuned(calls[0]["config"])
-    assert api.report(engine).notices[0].startswith("the profile was not stored: cannot save")
+    assert api.report(engine).notices[0].startswith("the profile was not stored: no profile can be saved in")
     assert "the profile was not stored" in api.report(engine).text()
+    ((line,),) = said
+    assert warnings(caplog) == [line]
+    assert "without a cache" in line and "Not a directory" in line and "\n" not in line
+
+
+def test_a_disk_that_fills_up_while_measuring_is_one_line(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It could be written before; the run is tuned all the same."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    assert is_tuned(calls[0]["config"])
+    (line,) = warnings(caplog)
+    assert "not stored" in line and "No space left" in line
+
+
+def test_a_stored_profile_that_is_doubted_is_measured_again_and_replaced(
+    probes: Probes, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the re-check saw is handed on, so that the next start allows for it."""
+    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    miss = Miss(reason="changed", rechecked_seconds=0.5)
+    monkeypatch.setattr(probing, "doubt", lambda *args: miss)
+    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    assert [probe["missed"] for probe in probes][1] == miss
 
 
 def test_load_profile_gives_the_newest_or_the_named_one(calls: Calls, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ HEAVY_AT_TOP = {
         "simulated",
         "testing",
         "trials",
+        "recheck",
     )
 }
 """The modules that cannot work without a heavy library, and which one each of them may load at once."""

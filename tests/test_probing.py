@@ -261,7 +261,7 @@ def stored(tmp_path: Path) -> Store:
     device, workload = AcceleratorDevice(), make_workload(dtype="float16")
     present = probing.present_fingerprint(device, workload, Settings())
     store = Store(tmp_path)
-    store.save(make_profile(fingerprint=present, workload=workload))
+    store.save(make_profile(fingerprint=present, workload=workload, transfers=()))
     return store
 
 
