@@ -133,7 +133,12 @@ class Store:
 
     def entries(self) -> tuple[Entry, ...]:
         """Every file of the store, newest first, broken ones included."""
-        return tuple(_entry(path) for path in self._files())
+        return tuple(_entry(path) for path in self.files())
+
+    def files(self, prefix: str = "") -> list[Path]:
+        """The files whose names begin so, newest first; the key is what follows the last hyphen of a stem."""
+        found = [path for path in self.folder.glob(f"{prefix}*.yaml") if not path.name.startswith(".")]
+        return sorted(found, key=_modified, reverse=True)
 
     def prune(self, *, older_than_days: float | None = None, only_broken: bool = False) -> tuple[Path, ...]:
         """Removes profiles, and what a killed process left of one, and returns the removed files.
@@ -146,7 +151,7 @@ class Store:
             ProfileError: a file cannot be removed.
         """
         horizon = time.time() - (older_than_days or 0) * 86400
-        doomed = [path for path in self._files() if older_than_days is None or _modified(path) < horizon]
+        doomed = [path for path in self.files() if older_than_days is None or _modified(path) < horizon]
         if only_broken:
             doomed = [path for path in doomed if _entry(path).problem]
         doomed += [
@@ -162,10 +167,6 @@ class Store:
                 f"no folder for profiles: {self.folder} needs a home directory, and this user has none; "
                 f"set HOME, or {folders.CACHE_VARIABLE} to a folder that can be written"
             )
-
-    def _files(self, prefix: str = "") -> list[Path]:
-        found = [path for path in self.folder.glob(f"{prefix}*.yaml") if not path.name.startswith(".")]
-        return sorted(found, key=_modified, reverse=True)
 
     def _exact(self, fingerprint: dict[str, Scalar]) -> Profile | Miss:
         path = self.path_of(fingerprint)
@@ -211,7 +212,7 @@ class Store:
 
     def _identities(self, prefix: str = "") -> Iterator[tuple[Path, dict[str, Scalar]]]:
         """The readable files' fingerprints, newest first, without parsing the measurements."""
-        for path in self._files(prefix):
+        for path in self.files(prefix):
             with contextlib.suppress(ProfileError):
                 yield path, _identity(path)
 

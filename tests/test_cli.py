@@ -236,7 +236,13 @@ def test_probe_measures_saves_and_prints(stub: ProbeStub, store: Store) -> None:
     result = run("probe")
     assert result.exit_code == 0
     assert stub.calls == [
-        {"workload": None, "plan": "standard", "budget_seconds": None, "max_pinned_bytes": None}
+        {
+            "workload": None,
+            "plan": "standard",
+            "budget_seconds": None,
+            "max_pinned_bytes": None,
+            "missed": stub.stored,
+        }
     ]
     assert "no profile is stored here" in result.stderr
     assert "Choice: staged, cast device" in result.stdout
@@ -258,7 +264,12 @@ def test_probe_passes_its_options_on(stub: ProbeStub) -> None:
     assert result.exit_code == 0, result.stderr
     (call,) = stub.calls
     described = call.pop("workload")
-    assert call == {"plan": "quick", "budget_seconds": 2.5, "max_pinned_bytes": 4 << 30}
+    assert call == {
+        "plan": "quick",
+        "budget_seconds": 2.5,
+        "max_pinned_bytes": 4 << 30,
+        "missed": stub.stored,
+    }
     assert (described.world_size, described.accumulation_steps, described.dtype) == (4, 2, "float16")
     assert described.parameter_elements == pytest.approx(125e6, rel=0.2)
 
@@ -305,6 +316,19 @@ def test_probe_survives_a_store_that_cannot_be_written(
     assert result.exit_code == 0
     assert from_plain(json.loads(result.stdout), Profile) == stub.profile
     assert "not saved: cannot save the profile: the disk is full" in result.stderr
+
+
+def test_a_cache_that_is_a_file_is_one_notice_before_measuring(
+    stub: ProbeStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured is printed, with exit 0; the notice comes before the probe and not again after it."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path / "file"))
+    result = run("probe", "--json")
+    assert result.exit_code == 0
+    assert from_plain(json.loads(result.stdout), Profile) == stub.profile
+    assert result.stderr.count("measuring without a cache") == 1
+    assert "not saved" not in result.stderr and str(stub.stored) not in result.stderr
 
 
 def test_an_error_of_ours_is_one_message_and_exit_1(stub: ProbeStub) -> None:
@@ -428,9 +452,19 @@ def test_an_empty_store_names_the_next_step(store: Store, verb: list[str]) -> No
 
 @pytest.mark.parametrize("verb", [["show"], ["profiles", "show"]])
 def test_show_finds_the_newest_by_path_and_by_key(store: Store, verb: list[str]) -> None:
-    """A profile is named by its file, by the start of its key, or not at all."""
+    """A profile is named by its path, its file's name, the start of its key, or not at all."""
     path = store.save(make_profile())
-    for wanted in ([], [str(path)], [path.stem[-16:][:6]]):
+    key = path.stem[-16:]
+    for wanted in (
+        [],
+        [str(path)],
+        [path.name],
+        [path.stem],
+        [key],
+        [key[:6]],
+        [key[:6].upper()],
+        ["cuda-n"],
+    ):
         shown = json.loads(run(*verb, *wanted, "--json").stdout)
         assert shown["fingerprint"] == make_profile().fingerprint
 
@@ -451,6 +485,18 @@ def test_show_refuses_an_ambiguous_key(store: Store) -> None:
     result = run("show", first)
     assert result.exit_code == 1
     assert all(key in result.stderr for key in keys if key.startswith(first))
+
+
+def test_show_of_a_broken_profile_tells_its_own_fault_only(store: Store) -> None:
+    """Named by key or by file; other broken files are none of its business."""
+    path = store.save(make_profile())
+    path.write_text("schema: 1\n")
+    (store.folder / "other-broken.yaml").write_text("")
+    for wanted in (path.stem[-16:], path.name, str(path)):
+        result = run("profiles", "show", wanted)
+        assert result.exit_code == 1
+        assert f"{path} is truncated" in result.stderr
+        assert "other-broken" not in result.stderr and "skipped" not in result.stderr
 
 
 def test_show_skips_a_broken_file_with_a_notice(store: Store) -> None:

@@ -17,7 +17,7 @@ from autotune_offload.cli.stored import open_store
 if TYPE_CHECKING:
     from autotune_offload.ds_config import Settings
     from autotune_offload.records import Profile, Workload
-    from autotune_offload.store import Store
+    from autotune_offload.store import Miss, Store
 
 PLANS = ("quick", "standard", "thorough")
 
@@ -94,22 +94,25 @@ def command(
 
 def _obtain(store: Store, request: _Request) -> tuple[Profile, Path | None]:
     """The stored profile that fits, else a new one, and where it is stored."""
-    if not request.refresh:
-        stored = _stored(store, request)
-        if stored is not None:
-            return stored
-    profile = _measure(request)
-    return profile, _save(store, profile) if request.save else None
+    found = None if request.refresh else _stored(store, request)
+    if isinstance(found, tuple):
+        return found
+    why_not_saved = store.why_not_writable() if request.save else None
+    if why_not_saved is not None:
+        notice(f"measuring without a cache: {why_not_saved}")
+    elif found is not None:
+        notice(found.reason)
+    profile = _measure(request, found)
+    return profile, _save(store, profile) if request.save and why_not_saved is None else None
 
 
-def _stored(store: Store, request: _Request) -> tuple[Profile, Path] | None:
+def _stored(store: Store, request: _Request) -> tuple[Profile, Path] | Miss:
     from autotune_offload.probing import lookup
     from autotune_offload.records import Profile
 
     found = lookup(store, request.workload, settings=_settings(request))
     if not isinstance(found, Profile):
-        notice(found.reason)
-        return None
+        return found
     unused = [name for name, value in _measuring_options(request).items() if value is not None]
     ignored = f"; {' and '.join(unused)} had no effect" if unused else ""
     notice(f"used the profile of {found.created}, plan {found.plan}{ignored}; --refresh measures again")
@@ -127,7 +130,7 @@ def _settings(request: _Request) -> Settings:
     return Settings(max_pinned_bytes="auto" if request.max_pinned_bytes is None else request.max_pinned_bytes)
 
 
-def _measure(request: _Request) -> Profile:
+def _measure(request: _Request, missed: Miss | None) -> Profile:
     from autotune_offload.probing import probe
 
     with Reporter("measuring this host") as progress:
@@ -137,6 +140,7 @@ def _measure(request: _Request) -> Profile:
             budget_seconds=request.budget_seconds,
             max_pinned_bytes=request.max_pinned_bytes,
             progress=progress,
+            missed=missed,
         )
 
 

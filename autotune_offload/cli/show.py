@@ -16,7 +16,7 @@ from autotune_offload.cli.stored import find_profile, open_store
 @options.cache_option
 @options.json_option
 def command(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
-    """Show a stored profile: PROFILE is a file or the start of a key, by default the newest."""
+    """Show a stored profile: PROFILE is a path, a file name or the start of a key, by default the newest."""
     show(profile, cache, as_json=as_json)
 
 

@@ -22,21 +22,21 @@ def open_store(cache: Path | None) -> Store:
 
 
 def find_profile(store: Store, wanted: str | None) -> tuple[Profile, Path]:
-    """The profile at a path, with a key that starts with `wanted`, or the newest one.
+    """The profile at a path, the stored one of a file name or of a key that starts so, or the newest one.
 
     Raises:
-        ProfileError: nothing there, nothing that can be read, or several keys that start so.
+        ProfileError: nothing there, nothing that can be read, or several names that start so.
     """
-    if wanted is not None and _looks_like_path(wanted):
-        return store.load(Path(wanted)), Path(wanted)
+    if wanted is not None:
+        named = Path(wanted)
+        path = named if os.sep in wanted or named.is_file() else _only_match(store, wanted)
+        return store.load(path), path
     readable = readable_profiles(store)
-    if wanted is None:
-        if not readable:
-            raise ProfileError(
-                f"no profile is stored in {store.folder}; run `autotune-offload probe` to measure this host"
-            )
-        return readable[0]
-    return _only_match(readable, wanted, store)
+    if not readable:
+        raise ProfileError(
+            f"no profile is stored in {store.folder}; run `autotune-offload probe` to measure this host"
+        )
+    return readable[0]
 
 
 def readable_profiles(store: Store) -> list[tuple[Profile, Path]]:
@@ -57,21 +57,28 @@ def key_of(profile: Profile) -> str:
     return fingerprint_key(profile.fingerprint)
 
 
-def _only_match(readable: list[tuple[Profile, Path]], wanted: str, store: Store) -> tuple[Profile, Path]:
-    matches = [pair for pair in readable if key_of(pair[0]).startswith(wanted.lower())]
+def _only_match(store: Store, wanted: str) -> Path:
+    """By the names of the files alone, so that a broken one has a name too and says nothing about others."""
+    start = wanted.removesuffix(".yaml").lower()
+    files = store.files()
+    matches = [path for path in files if path.stem.lower() == start]
+    matches = matches or [path for path in files if _key_in(path).startswith(start)]
+    matches = matches or [path for path in files if path.stem.lower().startswith(start)]
     if len(matches) == 1:
         return matches[0]
     if matches:
-        keys = ", ".join(key_of(profile) for profile, _ in matches)
-        raise ProfileError(f"{len(matches)} stored profiles have a key that starts with {wanted!r}: {keys}")
+        names = ", ".join(path.stem for path in matches)
+        raise ProfileError(
+            f"{len(matches)} stored profiles have a name or a key that starts with {wanted!r}: {names}"
+        )
     raise ProfileError(
         f"{wanted!r} is neither a file nor the start of a key in {store.folder}; "
         "`autotune-offload profiles list` shows the keys"
     )
 
 
-def _looks_like_path(wanted: str) -> bool:
-    return os.sep in wanted or wanted.endswith((".yaml", ".yml", ".json")) or Path(wanted).is_file()
+def _key_in(path: Path) -> str:
+    return path.stem.rpartition("-")[2]
 
 
 def fitting_profile(store: Store) -> tuple[Profile, Path]:
