@@ -14,9 +14,11 @@ import os
 import statistics
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from autotune_offload import ds_config, host, zero3
 from autotune_offload import workload as workloads
@@ -24,7 +26,7 @@ from autotune_offload.attach import Status, attach
 from autotune_offload.device import AcceleratorDevice
 from autotune_offload.errors import AutotuneError, ProfileError
 from autotune_offload.probing import lookup, probe
-from autotune_offload.records import Change, Profile, Workload
+from autotune_offload.records import Change, Profile, Record, Workload
 from autotune_offload.store import Miss, Store
 
 _SWITCHED_OFF = "switched off"
@@ -34,8 +36,7 @@ _log = logging.getLogger("autotune_offload")
 _reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Record, frozen=True, kw_only=True):
     """What was done to one configuration, and why.
 
     `profile` is None where nothing was tuned; `notices` then say why.
@@ -48,7 +49,7 @@ class Report:
     """Where the profile comes from: measured now, or a file."""
     path: Status | None = None
     """What the attached path has done; None where nothing was to be attached."""
-    pinned_bytes: Mapping[str, int] = field(default_factory=dict)
+    pinned_bytes: Mapping[str, int] = msgspec.field(default_factory=dict)
     """What is really page-locked for this engine, by buffer."""
 
     def text(self) -> str:
@@ -184,8 +185,7 @@ def report(engine: Any) -> Report:
 # -- one decision ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decided:
+class _Decided(Record, frozen=True, kw_only=True):
     """A tuned configuration, or None where the user's own is to be used, and how it came about."""
 
     config: dict[str, Any] | None

@@ -19,9 +19,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from autotune_offload import kernel
 from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.errors import DeviceError
 from autotune_offload.paths import GradientPath, Spec, build, moved_bytes
+from autotune_offload.records import Record
 
 _STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
 _LOW_PRECISION = f"_{_STAGE3}__param_id_to_grad_partition"
@@ -62,8 +63,7 @@ _KEPT_TIMES = 100
 _log = logging.getLogger("autotune_offload")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelfCheck:
+class SelfCheck(Record, frozen=True, kw_only=True):
     """How the path compared with DeepSpeed's own code on the first gradients of the first backward."""
 
     partitions: int
@@ -71,15 +71,14 @@ class SelfCheck:
     mismatch: str | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Status:
+class Status(msgspec.Struct, kw_only=True):
     """What an attached path has done so far. Times are host seconds in one backward pass."""
 
     why_not: str | None = None
     """Why DeepSpeed's own code runs: from the start, or since the path was taken out."""
     check: SelfCheck | None = None
     """None until a backward pass that ends an accumulation has been compared."""
-    backward_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
+    backward_seconds: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
     """Without the pass in which the self-check ran both ways."""
     link_bytes: int = 0
     """Moved between device and host for gradients since attaching; 0 where they share memory."""
@@ -89,8 +88,7 @@ class Status:
     """Partitions that DeepSpeed's own code carried."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(msgspec.Struct, frozen=True):
     """What is known of an engine.
 
     The optimizer's replaced methods keep the attachment alive. The optimizer may hold the engine, so that
@@ -182,8 +180,7 @@ def _compiled(engine: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
+class _Moment(msgspec.Struct, frozen=True):
     """Where in an accumulation a call of `partition_grads` lies."""
 
     first: bool
@@ -194,8 +191,7 @@ class _Moment:
     """Whether anything may read the accumulation buffer after this."""
 
 
-@dataclass(slots=True)
-class _Undrained:
+class _Undrained(msgspec.Struct):
     """A partition that a path was given and may not have delivered yet."""
 
     ds_id: int

@@ -15,13 +15,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import hjson
 
 from autotune_offload.errors import ConfigError
+from autotune_offload.records import Record
 
 BLOCK = "autotune_offload"
 """Our top-level block. DeepSpeed ignores top-level keys that it does not know."""
@@ -231,8 +231,7 @@ def _neighbours(folder: str) -> list[str]:
 # -- our block ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Record, frozen=True, kw_only=True):
     """The ``autotune_offload`` block of a ds_config. "auto" leaves the value to the measurement."""
 
     enabled: bool = True

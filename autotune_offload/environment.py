@@ -6,20 +6,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from autotune_offload import workload as workloads
 from autotune_offload.ds_config import Settings
 from autotune_offload.paths import stock_sequence
-from autotune_offload.records import SCHEMA, DeviceIdentity, HostFacts, Limits, Scalar, Software, Workload
+from autotune_offload.records import (
+    SCHEMA,
+    DeviceIdentity,
+    HostFacts,
+    Limits,
+    Record,
+    Scalar,
+    Software,
+    Workload,
+)
 from autotune_offload.zero3 import parse_version
 
 WORKLOAD_FIELD = "workload"
 """The fingerprint's field that a lookup leaves out while the model is not known yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+class Environment(Record, frozen=True, kw_only=True):
     """Everything that a fingerprint is made of."""
 
     host: HostFacts

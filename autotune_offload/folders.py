@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import platformdirs
-
 CACHE_VARIABLE = "AUTOTUNE_OFFLOAD_CACHE"
 """Names the folder of the profiles; the compiled pass lies in a folder below it."""
 
@@ -19,6 +17,8 @@ def profiles() -> Path:
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named)
+    import platformdirs  # takes 5 ms, and a folder that is named does without it
+
     try:
         return platformdirs.user_cache_path("autotune-offload", appauthor=False) / "profiles"
     except RuntimeError:  # no home directory; older platformdirs leave the "~" in the path instead
@@ -35,6 +35,8 @@ def machines() -> Path:
     named = os.environ.get(MACHINES_VARIABLE)
     if named:
         return Path(named)
+    import platformdirs
+
     try:
         return platformdirs.user_config_path("autotune-offload", appauthor=False) / "machines"
     except RuntimeError:  # no home directory, as in `profiles`

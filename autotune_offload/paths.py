@@ -16,16 +16,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Barrier
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from autotune_offload.device import Device, Event
 from autotune_offload.errors import ConfigError, PinError
-from autotune_offload.records import Cast, Memory, Path
+from autotune_offload.records import Cast, Memory, Path, Record
 
 _TAIL_ELEMENTS = 1024
 """Below this, an in-place upcast goes through a copy: halving further costs more than it saves."""
@@ -284,8 +284,7 @@ class DestinationPath(GradientPath):
         self._scratch = None
 
 
-@dataclass(slots=True)
-class _Slot:
+class _Slot(msgspec.Struct):
     """One buffer of the ring and what is still to be done with its contents."""
 
     buffer: Tensor
@@ -396,8 +395,7 @@ def _chunks(source: Tensor, destination: Tensor, elements: int) -> Iterator[tupl
 # -- DeepSpeed's own sequences --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockSequence:
+class StockSequence(Record, frozen=True, kw_only=True):
     """How one range of DeepSpeed versions moves a gradient at the accumulation boundary.
 
     `first` and `last` bound the versions, inclusive, as (major, minor, patch); `default_memory` is

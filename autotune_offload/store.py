@@ -17,13 +17,12 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune_offload import documents, folders
 from autotune_offload.errors import ProfileError
-from autotune_offload.records import SCHEMA, Profile, Scalar, fingerprint_key, from_plain, to_plain
+from autotune_offload.records import SCHEMA, Profile, Record, Scalar, fingerprint_key, from_plain, to_plain
 
 _HEADER = """\
 # A profile of autotune-offload: what was measured on one host, and the choice that followed.
@@ -41,8 +40,7 @@ _ELSEWHERE = f"set {folders.CACHE_VARIABLE} to a folder that can be written, or 
 _ABSENT = object()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Miss:
+class Miss(Record, frozen=True, kw_only=True):
     """Why no profile was found. `differs` names the fields in which the nearest stored one differs.
 
     `rechecked_seconds` is what a copy took that was too slow for the stored profile (see `recheck`).
@@ -53,8 +51,7 @@ class Miss:
     rechecked_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(Record, frozen=True, kw_only=True):
     """One file of the store: its profile, or in `problem` why it cannot be used."""
 
     path: Path

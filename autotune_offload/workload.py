@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune_offload.errors import ConfigError
-from autotune_offload.records import Workload, histogram
+from autotune_offload.records import Record, Workload, histogram
 
 DEFAULT_PARAMETERS = 1_000_000_000
 """Size of the stand-in when neither a model nor a count is given."""
@@ -135,8 +134,7 @@ def middle_elements(sizes: Sequence[tuple[int, int]]) -> int:
     raise ValueError("no sizes to find the middle of")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
+class Decoder(Record, frozen=True, kw_only=True):
     """What the parameters of a decoder follow from. `experts` 0 is a dense one."""
 
     hidden: int

@@ -12,14 +12,15 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, cast
 
+import msgspec
 from packaging.version import InvalidVersion, Version
 
 from autotune_offload.ds_config import BLOCK, plain
 from autotune_offload.errors import ConfigError
-from autotune_offload.records import Change, Choice, Scalar
+from autotune_offload.records import Change, Choice, Record, Scalar
 
 Section = Literal["offload_optimizer", "offload_param"]
 
@@ -31,8 +32,7 @@ NEWEST = "0.19.8"
 """The newest one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class Key(Record, frozen=True, kw_only=True):
     """One ZeRO key that follows from a `Choice`, and where it acts."""
 
     spellings: tuple[str, ...]
@@ -168,8 +168,7 @@ KNOWN_IN_SECTIONS = {
 """The same for the two offload sections (`runtime/zero/offload_config.py`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class Tuned(Record, frozen=True, kw_only=True):
     """A configuration after `tune`, what was written into it, and what its owner should know."""
 
     config: dict[str, Any]
@@ -275,8 +274,7 @@ def written_keys(choice: Choice, version: str) -> dict[str, Any]:
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Tuning:
+class _Tuning(msgspec.Struct, kw_only=True):
     """One run over one ``zero_optimization`` section, which it changes in place."""
 
     zero: dict[str, Any]
@@ -285,9 +283,9 @@ class _Tuning:
     keep: tuple[str, ...]
     fill_auto: bool
     stage: int
-    changes: list[Change] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    explained: set[str] = field(default_factory=set)
+    changes: list[Change] = msgspec.field(default_factory=list)
+    notices: list[str] = msgspec.field(default_factory=list)
+    explained: set[str] = msgspec.field(default_factory=set)
     """Keys that stay "auto" and whose notice is already there."""
     legacy_pin: bool | None = None
 

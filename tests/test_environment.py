@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from autotune_offload.records import (
 from tests.factories import make_profile
 
 PAGE = Path(__file__).parents[1] / "docs" / "cache.md"
-PARTS = {"host": HostFacts, "device": DeviceIdentity, "software": Software, "limits": Limits}
+PARTS: dict[str, Any] = {"host": HostFacts, "device": DeviceIdentity, "software": Software, "limits": Limits}
 
 
 def test_the_page_holds_the_table_of_the_code() -> None:
