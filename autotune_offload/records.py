@@ -383,8 +383,7 @@ class Profile(Record, frozen=True, kw_only=True):
 Severity = Literal["will break", "costs", "notice"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Record, frozen=True, kw_only=True):
     """One thing between a host, or a ds_config, and its best. `id` names the check that found it."""
 
     id: str

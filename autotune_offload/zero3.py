@@ -470,8 +470,7 @@ def _about_nvme(section: str) -> str:
 # -- what DeepSpeed will make of the rest ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mistake:
+class Mistake(Record, frozen=True, kw_only=True):
     """A key or value that DeepSpeed refuses, or takes without any effect."""
 
     found: str
