@@ -37,7 +37,7 @@ CONTRACT = {
         "rejected",
     },
 }
-"""DESIGN.md, "Public face": what the rows of these lists hold at least."""
+"""The documented JSON: what the rows of these lists hold at least."""
 
 
 class Probed:
@@ -151,7 +151,7 @@ def test_progress_rises_from_0_to_1(probed: Probed) -> None:
 
 
 def test_a_profile_holds_every_field_of_the_contract(probed: Probed) -> None:
-    """The JSON document of DESIGN.md, "Public face"."""
+    """The JSON document that docs/cli.md describes."""
     plain = to_plain(probed.profile)
     assert plain["schema"] == SCHEMA == 1
     assert {"host", "device", "software", "limits", "warnings", "zero_optimization"} <= set(plain)
