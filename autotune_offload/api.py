@@ -74,13 +74,23 @@ class Report(Record, frozen=True, kw_only=True):
         check = self.path.check
         if check is not None and check.partitions and check.mismatch is None:
             words += f"; the first {check.partitions} partitions were DeepSpeed's own to the last bit"
-        if self.path.backward_seconds:
-            median = statistics.median(self.path.backward_seconds)
-            words += f"; {median * 1e3:.3g} ms of host time in a backward pass"
+        words += self._times(self.path)
         if self.path.stock_link_bytes:
             share = self.path.link_bytes / self.path.stock_link_bytes
             words += f"; {share:.0%} of the bytes that DeepSpeed would move over the link"
         return words
+
+    def _times(self, path: Status) -> str:
+        """With the path and without; means, since the passes of one accumulation differ."""
+        ours, stock = path.backward_seconds, path.stock_backward_seconds
+        if not ours:
+            return ""
+        words = f"; {statistics.fmean(ours) * 1e3:.3g} ms of host time in a backward pass"
+        if not stock:
+            return words
+        passes = "the one" if len(stock) == 1 else f"the {len(stock)}"
+        without = f"{statistics.fmean(stock) * 1e3:.3g} ms without it"
+        return f"{words}, {without} (in {passes} after the self-check, left to DeepSpeed's own code)"
 
     def _change_lines(self) -> list[str]:
         if not self.changes:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from autotune_offload.accumulation import Accumulation
 from autotune_offload.candidates import PARAMETERS, key, predicted
 from autotune_offload.device import Device
 from autotune_offload.errors import AutotuneError
 from autotune_offload.measure import interquartile_range
 from autotune_offload.paths import STOCK_SEQUENCES, build, destination_memory
-from autotune_offload.records import Baseline, Candidate, Memory
-from autotune_offload.trials import Bench, Offload
+from autotune_offload.records import Accumulate, Baseline, Candidate, Memory
+from autotune_offload.trials import Bench, Window
 
 R = TypeVar("R", Candidate, Baseline)
 
@@ -73,6 +74,10 @@ class Entrant(Generic[R]):
         )
 
 
+Places = dict[Accumulate, Entrant[Candidate]]
+"""One candidate, timed with its micro-steps added up in each place."""
+
+
 class Race:
     """Entrants that are timed in turn. A context manager: the paths live inside.
 
@@ -82,6 +87,7 @@ class Race:
         entrants: who takes part. The first `sure` of them start and run once whatever the clock says.
         deadline: on the device's clock; after it nothing more is started or timed.
         sure: how many do not heed the deadline the first time.
+        trial: how an entrant is built, checked and timed.
     """
 
     def __init__(
@@ -92,10 +98,12 @@ class Race:
         *,
         deadline: float,
         sure: int = 0,
+        trial: Trial | None = None,
     ) -> None:
         self.device, self.bench, self.entrants = device, bench, entrants
         self.deadline, self.sure = deadline, sure
-        self._paths: dict[int, Offload] = {}
+        self._trial = trial or Trial(device, bench)
+        self._paths: dict[int, Any] = {}
         self._rounds = 0
         self._random = random.Random(0)
 
@@ -146,9 +154,9 @@ class Race:
     def _start(self, index: int, entrant: Entrant[Any]) -> None:
         """Build the path and warm it up: the first time with a check bit for bit."""
         with _put_aside_on_failure(entrant):
-            path = _built(self.device, self.bench, entrant.record)
+            path = self._trial.built(entrant)
             self._paths[index] = path
-            warm_up = self.bench.time if entrant.checked else self.bench.check
+            warm_up = self._trial.time if entrant.checked else self._trial.check
             warm_up(path, entrant.memory)
             entrant.checked = True
         self._leave_if_failed(index)
@@ -156,7 +164,7 @@ class Race:
     def _time(self, index: int) -> None:
         entrant = self.entrants[index]
         with _put_aside_on_failure(entrant):
-            entrant.seconds.append(self.bench.time(self._paths[index], entrant.memory))
+            entrant.seconds.append(self._trial.time(self._paths[index], entrant.memory))
         self._leave_if_failed(index)
 
     def _leave_if_failed(self, index: int) -> None:
@@ -174,11 +182,64 @@ def _put_aside_on_failure(entrant: Entrant[Any]) -> Iterator[None]:
         entrant.failed = f"failed in a trial: {named}"
 
 
-def _built(device: Device, bench: Bench, record: Candidate | Baseline) -> Offload:
-    if isinstance(record, Candidate):
-        return build(device, record, bench.dtype)
-    sequence = next(s for s in STOCK_SEQUENCES if s.name == record.name)
-    return sequence.build(device, bench.dtype, bench.largest_elements)
+class Trial:
+    """How an entrant is built and timed: its path alone, one backward pass at a time."""
+
+    def __init__(self, device: Device, bench: Bench) -> None:
+        self.device, self.bench = device, bench
+
+    def built(self, entrant: Entrant[Any]) -> Any:
+        """What the bench runs, with its buffers allocated."""
+        record = entrant.record
+        if isinstance(record, Candidate):
+            return build(self.device, record, self.bench.dtype)
+        sequence = next(s for s in STOCK_SEQUENCES if s.name == record.name)
+        return sequence.build(self.device, self.bench.dtype, self.bench.largest_elements)
+
+    def check(self, built: Any, memory: Memory) -> None:
+        """Once, bit for bit."""
+        self.bench.check(built, memory)
+
+    def time(self, built: Any, memory: Memory) -> float:
+        """Seconds, for the whole workload."""
+        return self.bench.time(built, memory)
+
+
+class _WindowTrial(Trial):
+    """One candidate as a path after an accumulation, in one place or the other."""
+
+    def __init__(self, device: Device, bench: Bench, places: Places, micro_steps: int) -> None:
+        super().__init__(device, bench)
+        self._places, self._micro_steps = places, micro_steps
+
+    def built(self, entrant: Entrant[Any]) -> Any:
+        place = next(name for name, other in self._places.items() if other is entrant)
+        path = build(self.device, entrant.record, self.bench.dtype)
+        return Window(path, Accumulation(self.device, entrant.record, place), self._micro_steps)
+
+    def check(self, built: Any, memory: Memory) -> None:
+        self.bench.check_window(built, memory)
+
+    def time(self, built: Any, memory: Memory) -> float:
+        return self.bench.time_window(built, memory)
+
+
+def race_places(
+    device: Device, bench: Bench, candidate: Candidate, micro_steps: int, *, rounds: int, deadline: float
+) -> Places:
+    """The candidate at the end of an accumulation that adds on the device and of one that adds on the host.
+
+    In turn, until the deadline or `rounds`; who could not be started in time has no seconds.
+    """
+    bare = replace(candidate, measured_seconds=None, spread=None, samples=0, raw_seconds=())
+    places: Places = {"device": Entrant(record=bare), "host": Entrant(record=bare)}
+    trial = _WindowTrial(device, bench, places, micro_steps)
+    with Race(device, bench, list(places.values()), deadline=deadline, trial=trial) as race:
+        for _ in range(rounds):
+            race.round()
+            if race.over:
+                break
+    return places
 
 
 # -- search ---------------------------------------------------------------------------------------

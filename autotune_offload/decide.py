@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autotune_offload.candidates import PinRules, admitted, effective, key
-from autotune_offload.contest import Entrant, Race, Search
+from autotune_offload import host
+from autotune_offload.accumulation import PINNED_BYTES
+from autotune_offload.candidates import PinRules, admitted, effective, key, pinned_blocks
+from autotune_offload.contest import Entrant, Places, Race, Search, race_places
 from autotune_offload.cost_model import CostModel
 from autotune_offload.device import Device
 from autotune_offload.ds_config import Settings
@@ -29,6 +31,7 @@ from autotune_offload.records import (
 )
 from autotune_offload.trials import Bench
 from autotune_offload.verdict import Decision, Outcome, Verdict, words
+from autotune_offload.workload import TIMED_MICRO_STEPS
 from autotune_offload.zero_sizes import zero_sizes
 
 _UNSEEN = 1e-3
@@ -36,6 +39,9 @@ _UNSEEN = 1e-3
 
 _SEARCH_SHARE = 0.45
 """Of the trials' time; the rest is for the interleaved rounds that decide."""
+
+_PLACES_SHARE = 0.2
+"""Of the trials' time, where micro-steps can be added up in two places: for timing both."""
 
 _LEAST_PASSES = 100
 """Passes over the sample that the trials' time should allow; the sample is made smaller for it."""
@@ -85,10 +91,40 @@ def decide(
         baselines = _baselines(model, rules, stock_sequence(deepspeed_version))
         steered = _with_own_path(steer, baselines[0].record)
         contest = _Contest(device, bench, model, admitted(model, device, rules, steered), baselines)
-        outcome = contest.run(plan, deadline, progress)
+        places_by = deadline
+        if has_places(device, workload, steer):
+            deadline -= max(deadline - device.now(), 0.0) * _PLACES_SHARE
+        verdict = Verdict(contest.run(plan, deadline, progress), rules, steer)
+        if has_places(device, workload, steer):
+            progress("adding up micro-steps on the device and on the host", 1 - _PLACES_SHARE)
+            verdict.places = _places(device, bench, verdict, places_by)
     finally:
         bench.close()
-    return Verdict(outcome, rules, steer).decision(zero_sizes(model, workload, device, measurements))
+    return verdict.decision(zero_sizes(model, workload, device, measurements))
+
+
+def has_places(device: Device, workload: Workload, steer: Settings) -> bool:
+    """Whether there is a choice where micro-steps are added up: more than one of them, and a link between."""
+    return workload.accumulation_steps > 1 and not device.shares_host_memory and steer.accumulate == "auto"
+
+
+def _places(device: Device, bench: Bench, verdict: Verdict, deadline: float) -> Places | str:
+    """The chosen path after an accumulation in both places, or why they were not timed."""
+    chosen, rules = verdict.chosen.record, verdict.rules
+    against = _against_sums(chosen, rules)
+    if against is not None:
+        return against
+    steps = min(rules.workload.accumulation_steps, TIMED_MICRO_STEPS)
+    return race_places(device, bench, chosen, steps, rounds=_MAX_ROUNDS, deadline=deadline)
+
+
+def _against_sums(chosen: Candidate, rules: PinRules) -> str | None:
+    """Why there is no room for adding on the host beside what the path page-locks itself, if so."""
+    if chosen.path == "direct":
+        return None
+    ring = [chosen.buffer_bytes * chosen.buffer_count]
+    own = ring if chosen.path == "staged" else pinned_blocks(rules.workload)
+    return host.check_pinned([*own, PINNED_BYTES], rules.limits)
 
 
 def cost_model(

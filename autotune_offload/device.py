@@ -123,6 +123,14 @@ class Device(ABC):
     def cast(self, destination: Tensor, source: Tensor) -> None:
         """Copy within device memory on the current stream, casting where the dtypes differ."""
 
+    def add(self, total: Tensor, addend: Tensor) -> None:
+        """Add within device memory on the current stream, in the dtype of `total`."""
+        total.add_(addend)
+
+    def host_add(self, total: Tensor, addend: Tensor) -> None:
+        """Add within host memory in the calling thread, in the dtype of `total`."""
+        total.add_(addend)
+
     def matmul(self, out: Tensor, left: Tensor, right: Tensor) -> None:
         """Product of two matrices in device memory on the current stream: the stand-in for compute."""
         torch.mm(left, right, out=out)

@@ -246,6 +246,8 @@ class Settings(Record, frozen=True, kw_only=True):
     """How many buffers that ring has."""
     host_threads: int | Auto = "auto"
     """Threads that share a host copy; 0 is torch's own pool."""
+    accumulate: Literal["auto", "device", "host"] = "auto"
+    """Where the gradients of an accumulation's micro-steps are added up."""
     keep: tuple[str, ...] = ()
     """Dotted keys that are never written, whole or relative to ``zero_optimization``."""
     budget_seconds: float | Auto = "auto"
@@ -261,7 +263,15 @@ class Settings(Record, frozen=True, kw_only=True):
 
         The path "deepspeed" is not: the choice is made as always, and only not carried out.
         """
-        names = ("path", "cast", "buffer_bytes", "buffer_count", "host_threads", "max_pinned_bytes")
+        names = (
+            "path",
+            "cast",
+            "buffer_bytes",
+            "buffer_count",
+            "host_threads",
+            "accumulate",
+            "max_pinned_bytes",
+        )
         values = {name: getattr(self, name) for name in names}
         if values["path"] == "deepspeed":
             values["path"] = "auto"
@@ -367,6 +377,7 @@ _CHECKS: dict[str, Callable[[object], Any]] = {
     "buffer_bytes": _size(1),
     "buffer_count": _whole(1),
     "host_threads": _whole(0),
+    "accumulate": _one_of("device", "host"),
     "keep": _keys,
     "budget_seconds": _seconds,
     "max_pinned_bytes": _size(0),

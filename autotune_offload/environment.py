@@ -60,6 +60,13 @@ def _memlock_class(here: Environment) -> int | None:
     return None if memlock is None else memlock.bit_length()
 
 
+def _workload_class(here: Environment) -> str:
+    """With the micro-steps as far as they are timed, where they are: on the CPU they are added up in place."""
+    steps = min(here.workload.accumulation_steps, workloads.TIMED_MICRO_STEPS)
+    accumulated = f" micro_steps={steps}" if steps > 1 and here.device.kind != "cpu" else ""
+    return workloads.workload_class(here.workload) + accumulated
+
+
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
@@ -90,8 +97,8 @@ INVALIDATES: dict[str, tuple[Callable[[Environment], Scalar], str]] = {
     ),
     "schema": (lambda here: SCHEMA, "the stored form"),
     WORKLOAD_FIELD: (
-        lambda here: workloads.workload_class(here.workload),
-        "dtype, ranks, and the powers of two of the gradients' total and middle size",
+        _workload_class,
+        "dtype, ranks, the powers of two of the gradients' total and middle size; off the CPU micro-steps up to 4",
     ),
     "fixed": (lambda here: here.settings.fixed, "what the `autotune_offload` block fixes of the choice"),
 }

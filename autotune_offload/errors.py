@@ -40,3 +40,8 @@ class BudgetError(AutotuneError):
 
 class ProfileError(AutotuneError):
     """A stored profile that cannot be read, written or found."""
+
+
+def in_words(error: BaseException) -> str:
+    """Its kind and its message, for an exception of anybody's."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

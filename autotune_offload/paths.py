@@ -11,11 +11,12 @@ the body and in the tail of one tensor.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from threading import Barrier
 from typing import Protocol
 
@@ -221,7 +222,7 @@ class DestinationPath(GradientPath):
     def offload(self, source: Tensor, destination: Tensor) -> None:
         """Queue one partition; see `GradientPath.offload`."""
         if self._scratch is not None:
-            for low, fp32 in _chunks(source, destination, self.buffer_elements):
+            for low, fp32 in chunks(source, destination, self.buffer_elements):
                 scratch = self._scratch[: low.numel()]
                 self.device.cast(scratch, low)
                 self.device.d2h(fp32, scratch, non_blocking=self._non_blocking)
@@ -245,7 +246,7 @@ class DestinationPath(GradientPath):
             squares = self.threads.widen(self.device, destination, source)
         else:
             squares = 0.0
-            for low, fp32 in _chunks(source, destination, self.buffer_elements):
+            for low, fp32 in chunks(source, destination, self.buffer_elements):
                 scratch = self._scratch[: low.numel()]
                 squares += self.device.widen(scratch, low)
                 self.device.d2h(fp32, scratch)
@@ -285,20 +286,77 @@ class DestinationPath(GradientPath):
 
 
 class _Slot(msgspec.Struct):
-    """One buffer of the ring and what is still to be done with its contents."""
+    """One buffer of a ring and what is still to be done with its contents."""
 
     buffer: Tensor
-    event: Event | None = None
-    destination: Tensor | None = None
+    land: Callable[[], None] | None = None
     future: Future[None] | None = None
 
 
-class StagedPath(GradientPath):
-    """`staged`: through a ring of page-locked buffers, then from each into pageable memory.
+class Ring:
+    """Buffers in host memory that the device fills and the host empties in turn, oldest first.
 
     While the host empties one buffer the device fills the next ones. Only the event behind a buffer's
     own copy is waited for.
+
+    Args:
+        device: fills the buffers, on the stream that is current at each `put`.
+        block: host memory that is cut into the buffers; the ring does not own it.
+        count: how many buffers.
+        threads: who empties them; a count of 0 is the calling thread, at the latest moment.
     """
+
+    def __init__(self, device: Device, block: Tensor, count: int, threads: HostThreads) -> None:
+        self._device, self._threads = device, threads
+        self._slots = deque(_Slot(buffer) for buffer in block.chunk(count))
+
+    def put(self, source: Tensor, land: Callable[[Tensor], None]) -> Tensor:
+        """Queue a copy of `source`, which fits; `land` is called with the buffer that it has arrived in.
+
+        Blocks only while every buffer is still in use. Returns that buffer.
+        """
+        slot = self._slots[0]
+        self._empty(slot)
+        arrived = slot.buffer[: source.numel()]
+        self._device.d2h(arrived, source, non_blocking=True)
+        event = self._device.record_event()
+
+        def work() -> None:
+            event.synchronize()
+            land(arrived)
+
+        slot.land = work
+        if self._threads.count:
+            slot.future = self._threads.submit(work)
+        self._slots.rotate(-1)
+        return arrived
+
+    def _empty(self, slot: _Slot) -> None:
+        if slot.land is None:
+            return
+        try:
+            if slot.future is not None:
+                slot.future.result()
+            else:
+                slot.land()
+        finally:
+            slot.land = slot.future = None
+
+    def drain(self) -> None:
+        """Empty the buffers, oldest first; what one of them raises is raised here."""
+        for slot in self._slots:
+            self._empty(slot)
+
+    def abandon(self) -> None:
+        """Return when no thread is at work any more; what was not begun is forgotten."""
+        for slot in self._slots:
+            if slot.future is not None:
+                wait([slot.future])
+            slot.land = slot.future = None
+
+
+class StagedPath(GradientPath):
+    """`staged`: through a ring of page-locked buffers, then from each into pageable memory."""
 
     def __init__(self, device: Device, spec: Spec, dtype: torch.dtype) -> None:
         """Allocates the ring as one page-locked block, and a device scratch for casts there."""
@@ -309,54 +367,35 @@ class StagedPath(GradientPath):
         if self.casts_on_device:
             self._scratch = device.empty(self.buffer_elements, torch.float32)
         self._block: Tensor | None = device.pinned_empty(self.buffer_elements * spec.buffer_count, landing)
-        self._ring = deque(_Slot(buffer) for buffer in self._block.chunk(spec.buffer_count))
         self.threads = HostThreads(spec.host_threads, device)
+        self._ring = Ring(device, self._block, spec.buffer_count, self.threads)
 
     def offload(self, source: Tensor, destination: Tensor) -> None:
         """Queue one partition; blocks only while every buffer is still in use."""
-        for low, fp32 in _chunks(source, destination, self.buffer_elements):
-            slot = self._ring[0]
-            self._empty(slot)
-            self._fill(slot, low, fp32)
-            self._ring.rotate(-1)
+        for low, fp32 in chunks(source, destination, self.buffer_elements):
+            self._ring.put(self._landing(low), functools.partial(self._land, fp32))
 
-    def _fill(self, slot: _Slot, low: Tensor, destination: Tensor) -> None:
-        if self._scratch is not None:
-            scratch = self._scratch[: low.numel()]
-            self.device.cast(scratch, low)
-            low = scratch
-        self.device.d2h(slot.buffer[: low.numel()], low, non_blocking=True)
-        slot.event, slot.destination = self.device.record_event(), destination
-        if self.threads.count:
-            slot.future = self.threads.submit(lambda: self._land(slot))
+    def _landing(self, low: Tensor) -> Tensor:
+        """What crosses the link: the values, or their cast in the scratch."""
+        if self._scratch is None:
+            return low
+        scratch = self._scratch[: low.numel()]
+        self.device.cast(scratch, low)
+        return scratch
 
-    def _land(self, slot: _Slot) -> None:
-        assert slot.event is not None and slot.destination is not None
-        slot.event.synchronize()
-        self.device.h2h(slot.destination, slot.buffer[: slot.destination.numel()])
-
-    def _empty(self, slot: _Slot) -> None:
-        if slot.destination is None:
-            return
-        try:
-            if slot.future is not None:
-                slot.future.result()
-            else:
-                self._land(slot)
-        finally:
-            slot.event = slot.destination = slot.future = None
+    def _land(self, destination: Tensor, buffer: Tensor) -> None:
+        self.device.h2h(destination, buffer)
 
     def drain(self) -> None:
         """Empty the buffers, oldest first."""
-        for slot in self._ring:
-            self._empty(slot)
+        self._ring.drain()
 
     def close(self) -> None:
         """End the host threads and unpin the ring."""
         super().close()
-        self._ring.clear()
         self._scratch = None
         if self._block is not None:
+            del self._ring
             self.device.release_pinned(self._block)
             self._block = None
 
@@ -387,7 +426,8 @@ def moved_bytes(spec: Spec, gradient: Tensor) -> int:
     return gradient.numel() * itemsize
 
 
-def _chunks(source: Tensor, destination: Tensor, elements: int) -> Iterator[tuple[Tensor, Tensor]]:
+def chunks(source: Tensor, destination: Tensor, elements: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of pieces of `elements` elements, the last one shorter."""
     for start in range(0, source.numel(), elements):
         yield source[start : start + elements], destination[start : start + elements]
 

@@ -28,6 +28,7 @@ Memory = Literal["pageable", "pinned"]
 State = Literal["cold", "warm"]
 Path = Literal["direct", "pinned", "staged"]
 Cast = Literal["device", "host"]
+Accumulate = Literal["device", "host"]
 Scalar = str | int | float | bool | None
 
 T = TypeVar("T")
@@ -331,6 +332,8 @@ class Choice(Record, frozen=True, kw_only=True):
     """Those of the two pin fields whose other value measured the same within the noise: a user's own stays."""
     pin_optimizer_alone: bool = False
     """`pin_optimizer` where DeepSpeed's own code carries the gradients, by its own two measured times."""
+    accumulate: Accumulate = "device"
+    """Where micro-steps are added up; no choice, and in place, where device memory is host memory."""
 
     @property
     def beats_deepspeed(self) -> bool:

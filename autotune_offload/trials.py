@@ -7,15 +7,17 @@ and what a trial returns is the time that offloading adds to that compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from autotune_offload.accumulation import Accumulation, Moment
 from autotune_offload.device import Device
 from autotune_offload.errors import MeasurementError, PinError
+from autotune_offload.paths import GradientPath
 from autotune_offload.records import Memory, Workload
 
 MICRO_BATCH_TOKENS = 4096
@@ -98,6 +100,7 @@ class Bench:
         self._blocks: dict[Memory, Tensor] = {
             "pageable": device.host_empty(self.sample.elements, torch.float32)
         }
+        self._sums: dict[Memory, Tensor] = {}
         self._compute = _Compute(device, self.sample, workload) if device.computes() else None
         self._side = device.new_stream()
 
@@ -113,9 +116,10 @@ class Bench:
 
     def close(self) -> None:
         """Give back pinned memory."""
-        pinned = self._blocks.pop("pinned", None)
-        if pinned is not None:
-            self.device.release_pinned(pinned)
+        for blocks in (self._blocks, self._sums):
+            pinned = blocks.pop("pinned", None)
+            if pinned is not None:
+                self.device.release_pinned(pinned)
 
     def check(self, path: Offload, memory: Memory) -> None:
         """One pass into overwritten destinations, compared bit for bit.
@@ -129,10 +133,7 @@ class Bench:
         block = self._block(memory)[:elements]
         block.fill_(float("nan"))
         self._pass(path, block)
-        seen, expected = block.view(torch.int32), self._expected.view(torch.int32)
-        if not torch.equal(seen, expected):
-            wrong = int((seen != expected).sum())
-            raise MeasurementError(f"{wrong:,} of {elements:,} gradients arrived with wrong bits")
+        _compared(block, self._expected)
 
     def time(self, path: Offload, memory: Memory) -> float:
         """Seconds that one pass adds to the compute, for the whole workload."""
@@ -141,13 +142,17 @@ class Bench:
 
     def _time(self, path: Offload, memory: Memory) -> float:
         block = self._block(memory)
+        return self._added(lambda: self._pass(path, block))
+
+    def _added(self, work: Callable[[], None], passes: int = 1) -> float:
+        """Seconds that `work` takes beyond the compute of so many passes, for the whole workload."""
         alone = 0.0 if self._compute is None else self._compute.alone()
         self.device.synchronize()
         before = self.device.now()
-        self._pass(path, block)
+        work()
         if self._compute is not None:
             self.device.synchronize()
-        return max(self.device.now() - before - alone, 0.0) * self.sample.scale
+        return max(self.device.now() - before - passes * alone, 0.0) * self.sample.scale
 
     def _block(self, memory: Memory) -> Tensor:
         if memory not in self._blocks:
@@ -159,14 +164,61 @@ class Bench:
 
     def _pass(self, path: Offload, block: Tensor) -> None:
         """All partitions, or those that a shorter block has room for."""
+        for source, destination in self._reduced(block):
+            path.offload_with_norm(source, destination)
+        with self.device.on(self._side):
+            path.drain()
+
+    def _reduced(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each partition and its part of `block`, behind the compute that makes it, on the side stream."""
         for index, (source, destination) in enumerate(self._pairs(block)):
             if self._compute is not None:
                 self._compute.queue(index)
                 self.device.order_after(self._side, self.device.record_event())
             with self.device.on(self._side):
-                path.offload_with_norm(source, destination)
-        with self.device.on(self._side):
-            path.drain()
+                yield source, destination
+
+    # -- with accumulation --
+
+    def check_window(self, window: Window, memory: Memory) -> None:
+        """One accumulation into overwritten destinations, compared bit for bit with the sum of as many gradients.
+
+        Raises:
+            MeasurementError: with the number of wrong values.
+        """
+        elements = self._expected.numel()
+        block, low = self._block(memory)[:elements], self._sum(memory)[:elements]
+        block.fill_(float("nan"))
+        self._window(window, block, low)
+        total = values = self._expected.to(self.dtype)
+        for _ in range(window.micro_steps - 1):
+            total = total + values
+        _compared(block, total.to(torch.float32))
+
+    def time_window(self, window: Window, memory: Memory) -> float:
+        """Seconds that one accumulation adds to the compute of its micro-steps, for the whole workload."""
+        block, low = self._block(memory), self._sum(memory)
+        with self.device.timed_only():
+            return self._added(lambda: self._window(window, block, low), window.micro_steps)
+
+    def _sum(self, memory: Memory) -> Tensor:
+        """DeepSpeed's accumulation buffer, which is page-locked where the fp32 gradients are."""
+        if memory not in self._sums:
+            make = self.device.host_empty if memory == "pageable" else self.device.pinned_empty
+            self._sums[memory] = make(self.sample.elements, self.dtype)
+        return self._sums[memory]
+
+    def _window(self, window: Window, block: Tensor, low: Tensor) -> None:
+        for micro_step in range(window.micro_steps):
+            moment = Moment(micro_step == 0, micro_step == window.micro_steps - 1, keep=True)
+            start = 0
+            for source, destination in self._reduced(block):
+                end = start + source.numel()
+                window.carry(source, low[start:end], destination, moment, key=start)
+                start = end
+            with self.device.on(self._side):
+                window.drain()
+                self.device.synchronize_stream()  # the epilogue of every backward pass does
 
     def _pairs(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         start = 0
@@ -176,6 +228,45 @@ class Bench:
                 return
             yield source[: destination.numel()], destination
             start += source.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A path with what adds up the gradients before it, over so many micro-steps."""
+
+    path: GradientPath
+    accumulation: Accumulation
+    micro_steps: int
+
+    def carry(self, gradient: Tensor, low: Tensor, destination: Tensor, moment: Moment, key: int) -> None:
+        """One partition in one micro-step, as an attached path does it."""
+        if not self.accumulation.adds_on_host(moment):
+            value = self.accumulation.value(gradient, low, moment)
+            if moment.boundary:
+                self.path.offload_with_norm(value, destination)
+            return
+        sums, sent = self.accumulation.on_host(gradient, low)
+        if moment.boundary:
+            sums.add_and_widen(sent, low, destination, key)
+        else:
+            sums.add(sent, low)
+
+    def drain(self) -> None:
+        """Return when everything is where it belongs."""
+        self.path.drain()
+        self.accumulation.drain()
+
+    def close(self) -> None:
+        """Give back the buffers."""
+        self.path.close()
+        self.accumulation.close()
+
+
+def _compared(block: Tensor, expected: Tensor) -> None:
+    seen, wanted = block.view(torch.int32), expected.view(torch.int32)
+    if not torch.equal(seen, wanted):
+        wrong = int((seen != wanted).sum())
+        raise MeasurementError(f"{wrong:,} of {wanted.numel():,} gradients arrived with wrong bits")
 
 
 class _Compute:

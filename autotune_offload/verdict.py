@@ -10,12 +10,12 @@ from typing import Any
 
 from autotune_offload import host
 from autotune_offload.candidates import PinRules, predicted
-from autotune_offload.contest import Entrant
+from autotune_offload.contest import Entrant, Places
 from autotune_offload.cost_model import CostModel
 from autotune_offload.ds_config import Settings
 from autotune_offload.measure import interquartile_range
-from autotune_offload.records import Baseline, Candidate, Choice, ZeroSizes
-from autotune_offload.workload import DTYPE_BYTES, middle_elements
+from autotune_offload.records import Accumulate, Baseline, Candidate, Choice, ZeroSizes
+from autotune_offload.workload import DTYPE_BYTES, TIMED_MICRO_STEPS, middle_elements
 
 _TIE = 0.02
 """Two medians closer than 2 % are never told apart, however small the spread in one process."""
@@ -98,9 +98,13 @@ class Verdict:
         self.keeps_own = steer.path == "deepspeed" or not outcome.installed.timed
         self.gain = 1.0 if self.keeps_own else self._ratio(outcome.installed, self.chosen)
 
+        self.places: Places | str | None = None
+        """Both places for adding micro-steps up, why they were not timed, or None where there is no choice."""
+
     def decision(self, sizes: ZeroSizes) -> Decision:
         """All of it, as records."""
         record = self.chosen.record
+        accumulate, where = self._accumulate()
         alone = self._pin_alone()
         optimizer = self._pin_optimizer(alone)
         parameters = self._pin_parameters(with_optimizer=optimizer.pinned or alone.pinned)
@@ -119,7 +123,8 @@ class Verdict:
             gain=self.gain,
             noise=self.noise,
             tie=any(e.record.path != record.path for e in self.near),
-            reasons=(*self._reasons(), optimizer.reason, parameters.reason),
+            reasons=(*self._reasons(), *where, optimizer.reason, parameters.reason),
+            accumulate=accumulate,
         )
         return Decision(
             baselines=tuple(e.reported() for e in self.outcome.baselines),
@@ -219,6 +224,31 @@ class Verdict:
         size = DTYPE_BYTES[workload.dtype] * elements
         pageable, pinned = (model.line("h2d", m).seconds(size) for m in ("pageable", "pinned"))
         return _Pin.measured(section, f"a fetch of {size:,} bytes takes", pageable, pinned, self.noise)
+
+    # -- where micro-steps are added up --
+
+    def _accumulate(self) -> tuple[Accumulate, tuple[str, ...]]:
+        """DeepSpeed's own place unless the other gains beyond the noise; and why."""
+        if self.steer.accumulate != "auto":
+            return self.steer.accumulate, ()
+        if self.places is None:
+            return "device", ()
+        if isinstance(self.places, str):
+            return "device", (f"micro-steps are added up on the device, as DeepSpeed does: {self.places}",)
+        device, host_ = self.places["device"], self.places["host"]
+        if not (device.timed and host_.timed):
+            why = device.failed or host_.failed or "there was no time to try the host"
+            return "device", (f"micro-steps are added up on the device, as DeepSpeed does: {why}",)
+        noise = max(_TIE, self._noise(device, host_), self._noise(host_, device))
+        gain = self._ratio(device, host_)
+        place: Accumulate = "host" if gain > 1 + noise else "device"
+        steps = self.rules.workload.accumulation_steps
+        timed = f"{steps}" if steps <= TIMED_MICRO_STEPS else f"{TIMED_MICRO_STEPS} of {steps}"
+        return place, (
+            f"micro-steps are added up on the {place}: over {timed} of them, adding on the host adds "
+            f"{_shown(host_.median)} and on the device, as DeepSpeed does, {_shown(device.median)} "
+            f"({gain:.2f}x, noise {noise:.1%})",
+        )
 
     # -- in words --
 

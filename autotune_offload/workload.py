@@ -21,6 +21,9 @@ DEFAULT_PARAMETERS = 1_000_000_000
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
+TIMED_MICRO_STEPS = 4
+"""Of a longer accumulation the first, the last and two of those between are timed: the others are like the two."""
+
 _VOCABULARY = 32_000
 """Rows of the embedding in a model made from a count alone (Llama's tokenizer, arXiv:2302.13971)."""
 

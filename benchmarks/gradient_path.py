@@ -38,11 +38,17 @@ from torch import Tensor, nn
 
 from autotune_offload.attach import attach, detach
 from autotune_offload.host import software
-from autotune_offload.records import Candidate
+from autotune_offload.records import Accumulate, Candidate
 from autotune_offload.verify import single_process_environment
 from benchmarks.output import reporting
 
 LAYERS, WIDTH, ROWS = 16, 2048, 4
+
+
+class Placed(Candidate, frozen=True, kw_only=True):
+    """A path, and where micro-steps are added up before it."""
+
+    accumulate: Accumulate = "device"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,7 +170,7 @@ def floor_seconds(
     return time.perf_counter() - began
 
 
-def run_case(accumulation_steps: int, spec: Candidate, rounds: int, warmup: int) -> dict[str, Any]:
+def run_case(accumulation_steps: int, spec: Placed, rounds: int, warmup: int) -> dict[str, Any]:
     """Alternate both ways over `rounds` pairs of steps on the same data and weights.
 
     The learning rate is small and both ways give the same gradients, so the pairs stay comparable; the
@@ -220,7 +226,7 @@ def _restore(engine: Any, kept: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def summary(
-    accumulation_steps: int, spec: Candidate, ways: dict[str, Series], floors: list[float], identical: bool
+    accumulation_steps: int, spec: Placed, ways: dict[str, Series], floors: list[float], identical: bool
 ) -> dict[str, Any]:
     """Medians, spread and paired ratios of one case."""
     case: dict[str, Any] = {
@@ -228,6 +234,7 @@ def summary(
         "path": spec.path,
         "cast": spec.cast,
         "host_threads": spec.host_threads,
+        "accumulate": spec.accumulate,
         "pairs": len(floors),
         "bit_identical": identical,
         "floor_seconds": statistics.median(floors),
@@ -269,17 +276,21 @@ def main() -> int:
     parser.add_argument("--threads", type=int, nargs="*", default=None, help="host threads to try; default 0")
     parser.add_argument("--path", default="direct", choices=("direct", "pinned", "staged"))
     parser.add_argument("--cast", default="host", choices=("device", "host"))
+    parser.add_argument(
+        "--accumulate", default="device", choices=("device", "host"), help="where; on the CPU in place"
+    )
     options = parser.parse_args()
     cases = []
     with reporting(options.json) as emit, single_process_environment():
         for accumulation_steps in options.accumulation:
             for threads in options.threads if options.threads is not None else [0]:
-                spec = Candidate(
+                spec = Placed(
                     path=options.path,
                     cast=options.cast,
                     buffer_bytes=1 << 22,
                     buffer_count=3,
                     host_threads=threads,
+                    accumulate=options.accumulate,
                 )
                 cases.append(run_case(accumulation_steps, spec, options.pairs, warmup=2))
                 show(cases[-1])

@@ -126,8 +126,8 @@ def start(model: nn.Module, config: dict[str, Any] | str, *, stock: bool, show: 
     return engine
 
 
-def train(engine: Any, *, steps: int, length: int, show: bool) -> list[float]:
-    """The loss of every step."""
+def train(engine: Any, *, steps: int, length: int, every: int) -> list[float]:
+    """The loss of every step; the first and each `every`-th are printed, with 0 none."""
     text = python_sources()
     draw = torch.Generator().manual_seed(engine.global_rank)
     losses = []
@@ -140,7 +140,7 @@ def train(engine: Any, *, steps: int, length: int, show: bool) -> list[float]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-        if show and (step % 5 == 0 or step == 1):
+        if every and (step % every == 0 or step == 1):
             print(f"step {step:3d}   loss {losses[-1]:.9g}", flush=True)
     return losses
 
@@ -153,6 +153,7 @@ def arguments() -> argparse.Namespace:
         "--config", metavar="FILE", help="a ds_config to use instead of the one in this script"
     )
     parser.add_argument("--stock", action="store_true", help="plain deepspeed.initialize, for comparison")
+    parser.add_argument("--every", type=int, default=5, metavar="STEPS", help="how often the loss is printed")
     parser.add_argument("--quiet", action="store_true", help="print the last line only")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--width", type=int, default=512, help="a multiple of 64")
@@ -172,7 +173,7 @@ def main() -> int:
     engine = start(model, options.config or CONFIG, stock=options.stock, show=not options.quiet)
     show = not options.quiet and engine.global_rank == 0
     began = time.perf_counter()
-    losses = train(engine, steps=options.steps, length=options.length, show=show)
+    losses = train(engine, steps=options.steps, length=options.length, every=options.every if show else 0)
     seconds = (time.perf_counter() - began) / options.steps
 
     if engine.global_rank == 0:

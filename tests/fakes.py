@@ -165,6 +165,13 @@ class DeferredDevice(Device):
     def cast(self, destination: Tensor, source: Tensor) -> None:
         self._queue("cast", lambda: destination.copy_(source))
 
+    def add(self, total: Tensor, addend: Tensor) -> None:
+        self._queue("add", lambda: total.add_(addend))
+
+    def host_add(self, total: Tensor, addend: Tensor) -> None:
+        self.log.append(("host_add", threading.current_thread().name))
+        total.add_(addend)
+
     def matmul(self, out: Tensor, left: Tensor, right: Tensor) -> None:
         self._queue("matmul", lambda: None)
 

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import json
 import logging
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -463,6 +464,22 @@ def test_a_report_of_a_foreign_engine_says_so() -> None:
     assert "the configuration is unchanged" in report.text()
 
 
+@pytest.mark.parametrize(
+    ("stock", "words"),
+    [
+        ([], "; 2 ms of host time in a backward pass"),
+        ([0.009], "; 2 ms of host time in a backward pass, 9 ms without it (in the one after the self-check"),
+        ([0.001, 0.007], ", 4 ms without it (in the 2 after the self-check, left to DeepSpeed's own code)"),
+    ],
+)
+def test_the_report_tells_a_backward_pass_with_and_without_the_path(stock: list[float], words: str) -> None:
+    """Means over what was measured; nothing where nothing was."""
+    path = Status(backward_seconds=deque([0.001, 0.003]), stock_backward_seconds=stock)
+    assert words in api.Report(profile=None, path=path).carrier()
+    assert ("without" in api.Report(profile=None, path=path).carrier()) is bool(stock)
+    assert "backward" not in api.Report(profile=None, path=Status()).carrier()
+
+
 def test_a_path_that_beats_deepspeed_is_attached(
     calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,6 +552,6 @@ def test_a_call_that_deepspeed_does_not_know_is_deepspeeds_to_refuse(calls: Call
 def test_settings_cover_every_argument_of_the_block() -> None:
     """A field that is added is looked at here: does it steer the choice?"""
     assert {field.name for field in dataclasses.fields(Settings)} == {
-        *("enabled", "path", "cast", "buffer_bytes", "buffer_count", "host_threads"),
+        *("enabled", "path", "cast", "buffer_bytes", "buffer_count", "host_threads", "accumulate"),
         *("keep", "budget_seconds", "max_pinned_bytes", "strict"),
     }

@@ -17,12 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from autotune_offload import accumulation, selfcheck
 from autotune_offload import attach as module
 from autotune_offload.attach import Status, attach, detach, status, why_not_attachable
+from autotune_offload.candidates import PARAMETERS
 from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.errors import DeviceError, PinError
 from autotune_offload.paths import DestinationPath, StagedPath
-from autotune_offload.records import Candidate
+from autotune_offload.records import Candidate, Choice
+from autotune_offload.stage3 import LOW_PRECISION
+from tests.factories import make_choice
 from tests.fakes import DeferredDevice, FakeAccelerator
 from tests.matrix.__main__ import GROUPS, Result, run
 
@@ -49,7 +53,7 @@ def test_training_is_the_same_to_the_bit(trained: list[Result], group: str) -> N
 def test_the_forced_overflows_happened(trained: list[Result]) -> None:
     """In one rank and in two, several steps were skipped."""
     forced = [result for result in trained if "overflow" in result["case"]]
-    assert len(forced) == 4 and all(result["overflows"] > 2 for result in forced)
+    assert len(forced) == 6 and all(result["overflows"] > 2 for result in forced)
 
 
 # -- an optimizer as DeepSpeed has it, without DeepSpeed ------------------------------------------
@@ -82,7 +86,7 @@ class DeepSpeedZeroOptimizer_Stage3:
         self.fp32_partitioned_groups_flat = [SimpleNamespace(grad=torch.zeros(sum(sizes)))]
         self.buffer = torch.zeros(sum(sizes), dtype=dtype)
         views = {n: self.buffer.narrow(0, starts[n], size) for n, size in enumerate(sizes)}
-        setattr(self, module._LOW_PRECISION, views)
+        setattr(self, LOW_PRECISION, views)
         self.micro_step_id = 0
         self.is_gradient_accumulation_boundary = True
         self.swappable = False
@@ -104,7 +108,7 @@ class DeepSpeedZeroOptimizer_Stage3:
     def partition_grads(self, params: list[Parameter], gradients: list[Tensor]) -> list[Tensor]:
         buffers = []
         for param, gradient in zip(params, gradients, strict=True):
-            low = getattr(self, module._LOW_PRECISION)[param.ds_id]
+            low = getattr(self, LOW_PRECISION)[param.ds_id]
             buffers.append(low)
             if self.micro_step_id == 0:
                 low.copy_(gradient)
@@ -208,7 +212,7 @@ def assert_same(engine: Engine, stock: Engine, *, buffer: bool = True) -> None:
 
 
 def attached(
-    engine: Engine, spec: Candidate | None = None, device: Device | None = None, **options: Any
+    engine: Engine, spec: Candidate | Choice | None = None, device: Device | None = None, **options: Any
 ) -> Status:
     """A status that says the path is in."""
     found = attach(engine, spec or candidate(), device or host(), **options)
@@ -405,7 +409,7 @@ def test_gradients_are_the_same(spec: Candidate, accumulation: int, dtype: torch
         stock.optimizer.step()
     assert found.check is not None and found.check.partitions == len(SIZES) and found.check.mismatch is None
     assert found.left_to_deepspeed == 0 and found.link_bytes == 0
-    assert len(found.backward_seconds) == 3 * accumulation - accumulation
+    assert len(found.backward_seconds) == len(found.stock_backward_seconds) == accumulation
     detach(engine)
 
 
@@ -552,14 +556,14 @@ def test_a_partition_too_large_to_compare_is_deepspeeds_until_another_was_equal(
 ) -> None:
     """No value comes from a path that has never been compared."""
     engine, stock = Engine(), Engine()
-    monkeypatch.setattr(module, "_CHECKED_ELEMENTS", 1000)
+    monkeypatch.setattr(selfcheck, "_CHECKED_ELEMENTS", 1000)
     found = attached(engine)
     for one in (engine, stock):
         one.backward(list(gradients(1)), calls=1)
     assert_same(engine, stock, buffer=False)
     assert found.check is not None and (found.check.partitions, found.check.elements) == (2, 305)
     assert found.left_to_deepspeed == 0
-    monkeypatch.setattr(module, "_CHECKED_ELEMENTS", 1)
+    monkeypatch.setattr(selfcheck, "_CHECKED_ELEMENTS", 1)
     again = attached(engine)
     engine.optimizer.step()
     engine.backward(gradients(2))
@@ -704,7 +708,6 @@ def test_everything_is_on_the_host_when_the_epilogue_ends(
     monkeypatch: pytest.MonkeyPatch, spec: Candidate, check: bool, pinned: bool
 ) -> None:
     """Also where a copy runs late, and the memory it reads is used again at once."""
-    monkeypatch.setattr(module, "_same_place", lambda one, other: False)
     engine, stock = Streamed(DeferredDevice(), pinned=pinned), Engine()
     found = attached(engine, spec, engine.device, check=check)
     for step in range(3):
@@ -720,29 +723,136 @@ def test_everything_is_on_the_host_when_the_epilogue_ends(
     detach(engine)
     assert set(engine.device.pinned.values()) <= {sum(SIZES) * 4}
     per_element = 2 if spec.cast == "host" else 4
-    assert found.link_bytes == 3 * per_element * sum(SIZES)
-    assert found.stock_link_bytes == 3 * 8 * sum(SIZES)
+    carried = 2 if check else 3  # the step after the self-check is DeepSpeed's
+    assert found.link_bytes == carried * per_element * sum(SIZES)
+    assert found.stock_link_bytes == carried * 8 * sum(SIZES)
 
 
+def on_host(spec: Candidate) -> Choice:
+    """A choice of this path that adds micro-steps up on the host."""
+    return make_choice(**{name: getattr(spec, name) for name in PARAMETERS}, accumulate="host")
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that adding on the host takes many of them."""
+    monkeypatch.setattr(accumulation, "_PIECE_BYTES", 256)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("spec", STREAMED, ids=lambda s: f"{s.path}-{s.cast}-{s.host_threads}")
 def test_accumulation_crosses_the_link_only_as_often_as_it_must(
-    spec: Candidate, monkeypatch: pytest.MonkeyPatch
+    spec: Candidate, check: bool, place: str
 ) -> None:
-    """The same bits, the buffer included, with scratch that is allocated once."""
-    monkeypatch.setattr(module, "_same_place", lambda one, other: False)
+    """The same bits, the buffer included, with scratch that is allocated once, in either place."""
     engine, stock = Streamed(DeferredDevice(), 3, pinned=True), Engine(3)
-    found = attached(engine, spec, engine.device)
-    for step in range(2):
+    found = attached(engine, on_host(spec) if place == "host" else spec, engine.device, check=check)
+    for step in range(4):
+        allocated = [engine.device.count(call) for call in ("empty", "pinned_empty")]
         for micro_step in range(3):
             engine.backward(gradients(10 * step + micro_step), micro_step == 2)
             stock.backward(gradients(10 * step + micro_step), micro_step == 2)
+        fp32 = engine.optimizer.fp32_partitioned_groups_flat[0].grad.clone()
+        assert torch.equal(fp32, stock.optimizer.fp32_partitioned_groups_flat[0].grad)
         engine.settled()
         assert_same(engine, stock)
-        allocated = engine.device.count("empty")
-    assert engine.device.count("empty") == allocated
-    assert found.check is not None and found.check.partitions == 3
-    assert found.link_bytes < found.stock_link_bytes
+        engine.optimizer.step()
+        stock.optimizer.step()
+    norms = 3 if place == "host" and check else 1
+    assert engine.device.count("empty") - allocated[0] <= norms  # the norms that DeepSpeed is given
+    assert engine.device.count("pinned_empty") == allocated[1]
+    assert (found.check.partitions if found.check else 0) == (3 if check else 0)
+    carried, path = (3, 2 if spec.cast == "host" else 4) if check else (4, 2 if spec.cast == "host" else 4)
+    crossing = {"host": 2 + 2 + 2, "device": 2 + 4 + 4 + path}[place]
+    assert found.link_bytes == carried * crossing * sum(SIZES)
+    assert found.stock_link_bytes == carried * (3 * 4 + 4) * sum(SIZES)
+    assert engine.device.count("synchronize") == 4, "only this test's own"
     detach(engine)
+    assert set(engine.device.pinned.values()) <= {sum(SIZES) * 4}
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("path", ["direct", "pinned", "staged"])
+@pytest.mark.parametrize("operation", ["d2h", "h2d", "host_add", "widen", "record_event"])
+@pytest.mark.parametrize("number", [1, 3, 20, 40, 75, 110])
+def test_adding_on_the_host_that_fails_hands_over_to_deepspeed(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+    operation: str,
+    path: str,
+    check: bool,
+) -> None:
+    """Wherever it fails: no piece is lost or added twice, and the same bits then and later."""
+    engine, stock = Streamed(DeferredDevice(), 2), Engine(2)
+    spec = on_host(candidate(path=path, buffer_bytes=1 << 16))
+    found = attached(engine, spec, engine.device, check=check)
+    fail_at(monkeypatch, DeferredDevice, operation, number, RuntimeError("bus error"))
+    with warnings_of(caplog) as warned:
+        for step in range(5):
+            for micro_step in range(2):
+                for one in (engine, stock):
+                    one.backward(gradients(10 * step + micro_step), micro_step == 1)
+            engine.settled()
+            assert_same(engine, stock)
+            engine.optimizer.step()
+            stock.optimizer.step()
+    failed = found.why_not is not None
+    assert len(warned) == failed and failed == ("bus error" in str(found.why_not))
+    assert failed or number > (2 if operation == "h2d" else 10)
+    detach(engine)
+    assert engine.device.pinned == {}
+
+
+def test_the_norms_of_sums_on_the_host_lie_on_the_device() -> None:
+    """DeepSpeed adds all norms up in place, and those of partitions that it carried itself lie there."""
+    engine = Streamed(DeferredDevice(), 2)
+    attached(engine, on_host(candidate()), engine.device, check=False)
+    made: list[Tensor] = []
+    right = engine.device.empty
+
+    def empty(elements: int, dtype: torch.dtype) -> Tensor:
+        made.append(right(elements, dtype))
+        return made[-1]
+
+    engine.device.empty = empty  # type: ignore[method-assign]
+    for micro_step in range(2):
+        engine.backward(gradients(micro_step), micro_step == 1)
+    (norms,) = (each for each in made if each.dtype == torch.float64)
+    assert [norm.data_ptr() for norm in engine.optimizer.norm_for_param_grads.values()] == [
+        each.data_ptr() for each in norms
+    ]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_accumulation_after_the_self_check_is_deepspeeds(
+    monkeypatch: pytest.MonkeyPatch, accumulation: int
+) -> None:
+    """So that the report can say what a backward pass takes without the path."""
+    engine, calls, by_stock = Engine(accumulation), [], []
+    right = DeepSpeedZeroOptimizer_Stage3.partition_grads
+
+    def counted(*args: Any) -> list[Tensor]:
+        calls.append(args)
+        return right(*args)
+
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "partition_grads", counted)
+    found = attached(engine)
+    for step in range(4):
+        for micro_step in range(accumulation):
+            before = len(calls)
+            engine.backward(gradients(10 * step + micro_step), micro_step == accumulation - 1)
+            by_stock.append(len(calls) - before)
+        engine.optimizer.step()
+    window = slice(accumulation, 2 * accumulation)
+    assert by_stock[window] == [2] * accumulation  # the buckets of a pass
+    assert sum(by_stock[2 * accumulation :]) == 0
+    assert len(found.stock_backward_seconds) == accumulation and min(found.stock_backward_seconds) > 0
+    assert len(found.backward_seconds) == 2 * accumulation
+    assert found.left_to_deepspeed == 0
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -751,7 +861,6 @@ def test_a_copy_that_fails_late_is_made_good(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keep: bool, calls: int
 ) -> None:
     """From the device or the accumulation buffer; where neither holds it any more, the run must not go on."""
-    monkeypatch.setattr(module, "_same_place", lambda one, other: False)
     engine, stock = Streamed(DeferredDevice()), Engine()
     engine._is_gradient_accumulation_boundary = True if keep else None
     found = attached(engine, candidate(path="staged", host_threads=1, buffer_bytes=1 << 16, buffer_count=8),
@@ -778,7 +887,6 @@ def test_a_failure_that_shows_at_a_later_partition_is_made_good(
     monkeypatch: pytest.MonkeyPatch, number: int, accumulation: int
 ) -> None:
     """The ring is small, so a buffer's failure is met while another partition wants it."""
-    monkeypatch.setattr(module, "_same_place", lambda one, other: False)
     engine, stock = Streamed(DeferredDevice(), accumulation), Engine(accumulation)
     attached(engine, candidate(path="staged", host_threads=1), engine.device, check=False)
     fail_at(monkeypatch, StagedPath, "_land", number, RuntimeError("bus error"))

@@ -18,6 +18,7 @@ from autotune_offload.device import Device
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import ConfigError, MeasurementError, PinError
 from autotune_offload.records import Baseline, Candidate, DeviceIdentity, Limit, Limits, Measurements, PinCost
+from autotune_offload.trials import Window
 from autotune_offload.verdict import Decision
 from tests.factories import make_workload
 from tests.test_cost_model import measurements
@@ -94,13 +95,19 @@ class Stage:
     jitter: tuple[float, ...] = (1.0, 1.001, 0.999)
     paths: list[ScriptedPath] = field(default_factory=list)
     timed: list[Record] = field(default_factory=list)
+    places: dict[str, float] = field(default_factory=lambda: {"device": 1.0, "host": 1.0})
+    """Seconds of an accumulation that adds there."""
+    windows: list[tuple[str, int]] = field(default_factory=list)
+    """Place and micro-steps of every accumulation that was timed."""
+    check_window: Callable[[str], None] = lambda place: None
     closed: int = 0
     sampled: int = 0
 
     def run(self, *, seconds: float = 5.0, **changes: Any) -> Decision:
         """`decide` with so many seconds left."""
         self.monkeypatch.setattr(decide, "Bench", lambda *args: _Bench(self, args[2]))
-        self.monkeypatch.setattr(contest, "_built", self._built)
+        self.monkeypatch.setattr(contest.Trial, "built", lambda trial, entrant: self._built(entrant.record))
+        self.monkeypatch.setattr(contest, "build", lambda device, record, dtype: self._built(record))
         arguments: dict[str, Any] = {
             "measurements": fast_pinned(),
             "workload": make_workload(),
@@ -114,7 +121,7 @@ class Stage:
         arguments.update(changes)
         return decide.decide(cast(Device, self.device), PLAN, **arguments)
 
-    def _built(self, device: object, bench: object, record: Record) -> ScriptedPath:
+    def _built(self, record: Record) -> ScriptedPath:
         self.paths.append(ScriptedPath(record))
         return self.paths[-1]
 
@@ -144,6 +151,15 @@ class _Bench:
         self.stage.timed.append(path.record)
         self.stage.device.clock += self.stage.pass_seconds
         return self.stage.script(path.record) * next(self.jitter)
+
+    def check_window(self, window: Window, memory: str) -> None:
+        self.stage.device.clock += window.micro_steps * self.stage.pass_seconds
+        self.stage.check_window(window.accumulation.place)
+
+    def time_window(self, window: Window, memory: str) -> float:
+        self.stage.device.clock += window.micro_steps * self.stage.pass_seconds
+        self.stage.windows.append((window.accumulation.place, window.micro_steps))
+        return self.stage.places[window.accumulation.place] * next(self.jitter)
 
     def close(self) -> None:
         self.stage.closed += 1
@@ -723,3 +739,82 @@ def test_a_synchronous_device_keeps_deepspeeds_sizes(stage: Stage) -> None:
     assert sizes == records.ZeroSizes(reasons=sizes.reasons)
     assert len(sizes.reasons) == 4
     assert "nothing overlaps, so DeepSpeed's own value stays" in sizes.reasons["reduce_bucket_elements"]
+
+
+# -- where micro-steps are added up ----------------------------------------------------------------
+
+FOUR = make_workload(accumulation_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("host_seconds", "place"), [(0.5, "host"), (0.97, "host"), (0.99, "device"), (2.0, "device")]
+)
+def test_the_faster_place_wins_beyond_the_noise(stage: Stage, host_seconds: float, place: str) -> None:
+    """DeepSpeed's own is the device; the reason has both times."""
+    stage.places["host"] = host_seconds
+    decision = stage.run(workload=FOUR)
+    assert decision.choice.accumulate == place
+    assert f"micro-steps are added up on the {place}: over 4 of them" in reasons(decision)
+    assert f"({1 / host_seconds:.2f}x, noise 2.0%)" in reasons(decision)
+    rounds = [name for name, _ in stage.windows]
+    assert len(rounds) >= 6 and abs(rounds.count("host") - rounds.count("device")) <= 1
+    assert all(path.closed for path in stage.paths)
+
+
+def test_of_a_long_accumulation_four_micro_steps_are_timed(stage: Stage) -> None:
+    """And it says so."""
+    decision = stage.run(workload=make_workload(accumulation_steps=32))
+    assert {steps for _, steps in stage.windows} == {4}
+    assert "over 4 of 32 of them" in reasons(decision)
+
+
+@pytest.mark.parametrize("cause", ["one micro-step", "shared memory", "fixed"])
+def test_where_there_is_no_choice_no_time_is_spent_on_it(stage: Stage, cause: str) -> None:
+    """With one micro-step, in place on the CPU, or where the user fixed it: the trials are what they were."""
+    changes: dict[str, Any] = {"workload": FOUR}
+    if cause == "one micro-step":
+        changes["workload"] = make_workload()
+    elif cause == "shared memory":
+        stage.device.synchronous = stage.device.shares_host_memory = True
+    else:
+        changes["steer"] = Settings(accumulate="host")
+    decision = stage.run(**changes)
+    assert stage.windows == []
+    assert "micro-steps" not in reasons(decision)
+    assert decision.choice.accumulate == ("host" if cause == "fixed" else "device")
+    assert stage.device.clock > 104.9  # all of the five seconds went to the paths
+
+
+def test_a_place_that_fails_is_not_taken(stage: Stage) -> None:
+    """Whatever the other would have taken."""
+    stage.places["host"] = 0.1
+
+    def check(place: str) -> None:
+        if place == "host":
+            raise MeasurementError("7 of 9 gradients arrived with wrong bits")
+
+    stage.check_window = check
+    decision = stage.run(workload=FOUR)
+    assert decision.choice.accumulate == "device"
+    assert "added up on the device, as DeepSpeed does: failed in a trial: 7 of 9" in reasons(decision)
+
+
+def test_adding_on_the_host_needs_room_beside_the_path(stage: Stage) -> None:
+    """Its own buffers are page-locked as well, where the path page-locks; within the same limit."""
+    stage.places["host"] = 0.1
+    stage.script = by_path(staged=0.2, pinned=9.0)
+    steer = Settings(path="staged", buffer_bytes=1 << 20, buffer_count=2)
+    tight = replace(ROOMY, pinnable_bytes=5 << 20, bounds=(Limit(
+        name="memlock", bytes=5 << 20, source="ulimit -l", raise_by="ulimit -l unlimited"),))  # fmt: skip
+    decision = stage.run(workload=FOUR, limits=tight, steer=steer)
+    assert decision.choice.accumulate == "device" and stage.windows == []
+    assert "ulimit -l" in reasons(decision)
+    assert stage.run(workload=FOUR, steer=steer).choice.accumulate == "host"
+
+
+def test_the_time_for_both_places_is_part_of_the_budget(stage: Stage) -> None:
+    """However slow a pass is, the trials end at the deadline but for the round under way."""
+    for pass_seconds in (1e-3, 1e-2, 5e-2):
+        stage.pass_seconds, stage.device.clock = pass_seconds, 100.0
+        stage.run(workload=FOUR)
+        assert stage.device.clock <= 105 + 5 * pass_seconds

@@ -88,6 +88,8 @@ def key_with(**changes: object) -> str:
         {"software__deepspeed": "0.20.0"},
         {"workload__dtype": "float16"},
         {"workload__world_size": 16},
+        {"workload__accumulation_steps": 2},
+        {"settings__accumulate": "host"},
         {"settings__path": "direct"},
         {"settings__max_pinned_bytes": 1 << 30},
         {"software__deepspeed": "0.19.4"},
@@ -119,6 +121,16 @@ def test_what_invalidates_a_profile_changes_the_key(change: dict[str, object]) -
 def test_what_changes_by_itself_does_not_change_the_key(change: dict[str, object]) -> None:
     """Names, free memory, patch releases and words."""
     assert key_with(**change) == key_with()
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other", "same"),
+    [("cuda", 2, 3, False), ("cuda", 4, 32, True), ("cpu", 1, 4, True)],
+)
+def test_micro_steps_count_as_far_as_they_are_timed(kind: str, one: int, other: int, same: bool) -> None:
+    """More than four are timed as four, and on the CPU they are added up in place."""
+    keys = [key_with(device__kind=kind, workload__accumulation_steps=steps) for steps in (one, other)]
+    assert (keys[0] == keys[1]) is same
 
 
 def test_the_host_name_is_no_part_of_a_fingerprint() -> None:

@@ -29,6 +29,7 @@ FLOORS = {
     "testing": 2,
     "measure": 2,
     "paths": 2,
+    "accumulation": 2,
     "trials": 2,
     "cost_model": 2,
     "candidates": 3,
@@ -42,6 +43,8 @@ FLOORS = {
     "recheck": 4,
     "probing": 4,
     "agree": 4,
+    "stage3": 4,
+    "selfcheck": 4,
     "attach": 5,
     "self_report": 5,
     "checks": 6,
@@ -56,6 +59,8 @@ NEIGHBOURS = {
     "shipped": {"errors"},
     "kernel": {"folders"},
     "simulated": {"device", "host", "machines"},
+    "accumulation": {"paths"},
+    "trials": {"accumulation", "paths"},
     "contest": {"candidates"},
     "zero_sizes": {"candidates"},
     "verdict": {"candidates", "contest"},
@@ -63,6 +68,7 @@ NEIGHBOURS = {
     "checks": {"checks"},
     "doctor": {"checks"},
     "probing": {"environment", "recheck"},
+    "selfcheck": {"stage3"},
     "cli": {"cli"},
     "__main__": {"cli"},
 }
@@ -73,6 +79,9 @@ HEAVY_AT_TOP = {
     module: {"torch"}
     for module in (
         "kernel",
+        "accumulation",
+        "stage3",
+        "selfcheck",
         "attach",
         "verify",
         "device",

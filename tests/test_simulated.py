@@ -20,7 +20,7 @@ from autotune_offload.ds_config import Settings
 from autotune_offload.errors import ConfigError, DeviceError, MeasurementError, PinError
 from autotune_offload.machines import Machine
 from autotune_offload.measure import measure
-from autotune_offload.paths import STOCK_SEQUENCES, StagedPath, build, destination_memory
+from autotune_offload.paths import STOCK_SEQUENCES, StagedPath, build, chunks, destination_memory
 from autotune_offload.probing import load_plan, probe
 from autotune_offload.records import Candidate, Measurements, Memory, Profile, Workload, histogram
 from autotune_offload.simulated import Faults, SimulatedDevice, Speeds, speeds
@@ -317,8 +317,13 @@ def test_every_path_gives_the_same_bits_on_every_machine(name: str) -> None:
 class Careless(StagedPath):
     """A staged path that does not wait for the copy into its buffer."""
 
-    def _land(self, slot: Any) -> None:
-        self.device.h2h(slot.destination, slot.buffer[: slot.destination.numel()])
+    def offload(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Empties the buffer at once."""
+        assert self._block is not None
+        for low, fp32 in chunks(source, destination, self.buffer_elements):
+            buffer = self._block[: low.numel()]
+            self.device.d2h(buffer, low, non_blocking=True)
+            self.device.h2h(fp32, buffer)
 
 
 def test_a_path_that_forgets_to_wait_is_found_out() -> None:
@@ -456,6 +461,25 @@ def test_the_cast_and_not_pinning_is_what_matters_on_gh200() -> None:
     assert best["direct", "device"] < 1.3 * best["pinned", "device"]
     assert best["pinned", "host"] > 3 * best["pinned", "device"]
     assert "with the cast on the host the same path adds" in said(profile)
+
+
+@pytest.mark.parametrize(
+    ("name", "pinnable_bytes", "place"),
+    [("a100_pcie4", None, "host"), ("t4_pcie3", 256 * MIB, "host"), ("gh200", None, "device")],
+)
+def test_micro_steps_are_added_up_where_the_link_says(
+    name: str, pinnable_bytes: int | None, place: str
+) -> None:
+    """On the host behind a slow link, on the device where the link is as fast as the host's memory; in time."""
+    profile = probe(
+        workload=workload.from_parameter_count(1_000_000_000, accumulation_steps=4),
+        plan="standard",
+        max_pinned_bytes=pinnable_bytes,
+        device=SimulatedDevice(machine(name), noise=0.01),
+    )
+    assert profile.choice.accumulate == place
+    assert f"micro-steps are added up on the {place}" in said(profile)
+    assert profile.elapsed_seconds <= 5
 
 
 def test_ranks_can_change_what_is_chosen_for() -> None:
@@ -711,6 +735,19 @@ def test_the_regret_of_a_few_cases_is_within_its_limits() -> None:
     figures = regret.summary(results)
     assert figures["cases"] == 3 and figures["trials"] > 10
     assert 0 <= figures["mean_regret"] <= figures["worst_regret"] < regret.WORST_LIMIT
+
+
+@pytest.mark.slow
+def test_the_place_of_accumulation_counts_as_regret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adding where it takes longer is a wrong choice, too; behind a fast link it is the host."""
+    case = regret.Case(
+        machine="gh200", model="gpt2", ranks=1, accumulation_steps=4, pinning="free"
+    )  # fmt: skip
+    assert regret.evaluate(case, plan="quick").regret < regret.WORST_LIMIT
+    fixed = Settings(accumulate="host")
+    monkeypatch.setattr(regret, "probe", functools.partial(probe, settings=fixed))
+    wrong = regret.evaluate(case, plan="quick")
+    assert wrong.regret > 0.5 and "added up on the host" in wrong.chosen
 
 
 def test_the_cases_are_spread_over_all_machines() -> None:

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from autotune_offload.accumulation import Accumulation
 from autotune_offload.device import Device
 from autotune_offload.errors import MeasurementError, PinError
-from autotune_offload.paths import STOCK_SEQUENCES, build
-from autotune_offload.records import Candidate, Cast, Path, Workload
-from autotune_offload.trials import Bench, sample
+from autotune_offload.paths import STOCK_SEQUENCES, build, destination_memory
+from autotune_offload.records import Accumulate, Candidate, Cast, Path, Workload
+from autotune_offload.trials import Bench, Window, sample
 from tests.fakes import DeferredDevice, FakeAccelerator, FakeAcceleratorDevice
 
 
@@ -321,3 +322,38 @@ def test_pinned_destinations_that_cannot_be_had_are_a_pin_error() -> None:
     bench = Bench(device, WORK, 10_000)
     with pytest.raises(PinError, match="no page-locked destination for the trials: page-locking"):
         bench.time(build(device, candidate("pinned"), bench.dtype), "pinned")
+
+
+# -- with accumulation ----------------------------------------------------------------------------
+
+
+def window(device: Device, path: Path, place: Accumulate, micro_steps: int) -> Window:
+    """A path after an accumulation in one place."""
+    spec = candidate(path, "device")
+    accumulation = Accumulation(device, spec, place)
+    return Window(build(device, spec, torch.bfloat16), accumulation, micro_steps)
+
+
+@pytest.mark.parametrize("micro_steps", [2, 3, 4])
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("path", ["direct", "pinned", "staged"])
+def test_an_accumulation_is_checked_bit_for_bit(path: Path, place: Accumulate, micro_steps: int) -> None:
+    """Also where every copy runs as late as it may; everything is given back."""
+    device = DeferredDevice()
+    bench = Bench(device, WORK, 1_000_000)
+    carried = window(device, path, place, micro_steps)
+    bench.check_window(carried, destination_memory(path))
+    assert bench.time_window(carried, destination_memory(path)) >= 0
+    carried.close()
+    bench.close()
+    assert device.pinned == {}
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_sum_that_is_not_exact_is_found(place: Accumulate) -> None:
+    """A micro-step that is not added shows in every value."""
+    device = DeferredDevice()
+    bench = Bench(device, WORK, 1_000_000)
+    device.add = device.host_add = lambda total, addend: None  # type: ignore[method-assign]
+    with pytest.raises(MeasurementError, match="wrong bits"):
+        bench.check_window(window(device, "direct", place, 3), "pageable")

@@ -43,6 +43,8 @@ class Spec:
     buffer_bytes: int = 1 << 16
     buffer_count: int = 2
     host_threads: int = 0
+    accumulate: str = "device"
+    """With "host" the path runs on a device whose memory counts as apart from the host's."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,17 @@ class Case:
             if key in {"group", "dtype", "steps", "spec"} or value == getattr(plain, key):
                 continue
             words.append(key.replace("_size", "") if value is True or "size" in key else f"{key} {value}")
-        return ", ".join([*words, f"{self.spec.path}/{self.spec.cast}/{self.spec.host_threads}"])
+        added = "/added on the host" * (self.spec.accumulate == "host")
+        return ", ".join([*words, f"{self.spec.path}/{self.spec.cast}/{self.spec.host_threads}{added}"])
 
 
 SPECS = (Spec(), Spec(host_threads=2), Spec(path="pinned", cast="device", buffer_bytes=1 << 10))
+
+HOST_SPECS = (
+    Spec(accumulate="host"),
+    Spec(path="pinned", cast="device", accumulate="host"),
+    Spec(path="staged", cast="host", host_threads=1, buffer_bytes=1 << 10, accumulate="host"),
+)
 
 PAIRS = (
     (1, 0.0, True, True),
@@ -122,6 +131,20 @@ def cases() -> Iterator[Case]:
         if habit != "plain":
             yield Case(group="habits", habit=habit, clipping=0.1)
             yield Case(group="habits", habit=habit, clipping=0.1, accumulation=2, dtype="fp16")
+    for number, dtype in enumerate(("bf16", "fp16", "fp32")):
+        for accumulation in (2, 4):
+            yield Case(
+                group="host", dtype=dtype, accumulation=accumulation, clipping=0.1,
+                overflow=dtype == "fp16",
+                reduce_bucket_size=SMALL_BUCKET if accumulation == 2 else LARGE,
+                sub_group_size=SMALL_SUB_GROUP if accumulation == 4 else LARGE,
+                spec=HOST_SPECS[(number + accumulation) % len(HOST_SPECS)],
+            )  # fmt: skip
+    for number, habit in enumerate(("no_step", "by_hand", "unmanaged", "safe_set", "coming_and_going")):
+        yield Case(
+            group="host", habit=habit, clipping=0.1, accumulation=2, dtype=("bf16", "fp16")[number % 2],
+            unused=habit == "by_hand", spec=HOST_SPECS[number % len(HOST_SPECS)],
+        )  # fmt: skip
     for dtype in ("bf16", "fp32"):
         for accumulation in (1, 2):
             yield Case(
@@ -403,10 +426,10 @@ class Coming(Loop):
 
     def toggle(self, number: int) -> None:
         """Only where the run has a path at all."""
-        from autotune_offload.attach import attach, detach
+        from autotune_offload.attach import detach
 
         if self.attached is not None and not detach(self.engine) and number % 2:
-            attach(self.engine, self.attached)  # type: ignore[arg-type]  # plain fields, not literals
+            attached(self.engine, self.attached)
 
 
 class OffloadStates(Loop):
@@ -503,10 +526,22 @@ def attached(engine: Any, spec: Spec) -> Any:
     """The status of a path that must have been attached."""
     from autotune_offload.attach import attach
 
-    status = attach(engine, spec)  # type: ignore[arg-type]  # plain fields, not literals
+    device = apart() if spec.accumulate == "host" else None
+    status = attach(engine, spec, device)  # type: ignore[arg-type]  # plain fields, not literals
     if status.why_not is not None:
         raise AssertionError(f"not attached: {status.why_not}")
     return status
+
+
+def apart() -> Any:
+    """A device whose memory is not the host's, as far as a path can tell: there, places for adding up differ."""
+    from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice
+
+    class Apart(FakeAcceleratorDevice):
+        def record_stream(self, tensor: Tensor) -> None:
+            del tensor  # it lies in host memory, which knows no streams
+
+    return Apart(FakeAccelerator("cuda"))
 
 
 def _expect_used(case: Case, status: Any) -> None:
