@@ -139,7 +139,7 @@ def _start(version: str | None, groups: list[str], rank: int, ranks: int, port: 
 
 
 def _finished(processes: list[subprocess.Popen[str]], deadline: float) -> list[Result]:
-    with ThreadPoolExecutor(len(processes)) as readers:  # a pipe that nobody reads fills up
+    with ThreadPoolExecutor(max(len(processes), 1)) as readers:  # a pipe that nobody reads fills up
         try:
             found = readers.map(lambda process: _results(process, deadline), processes)
             return [result for results in found for result in results]
