@@ -13,7 +13,7 @@ import optuna
 import pytest
 
 from autotune_offload import contest, decide, records
-from autotune_offload.candidates import PARAMETERS, grid, key, pinned_blocks
+from autotune_offload.candidates import PARAMETERS, flat_blocks, grid, key, optimizer_blocks
 from autotune_offload.device import Device
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import ConfigError, MeasurementError, PinError
@@ -439,7 +439,7 @@ def test_the_parameters_key_follows_the_h2d_curves(stage: Stage) -> None:
 def test_parameters_must_fit_beside_the_optimizers_blocks(stage: Stage) -> None:
     """Both keys lock memory at once."""
     workload = make_workload()
-    room = sum(1 << (size - 1).bit_length() for size in pinned_blocks(workload)) + 1024
+    room = sum(1 << (size - 1).bit_length() for size in [*flat_blocks(workload), *optimizer_blocks(workload)])
     limits = Limits(available_bytes=1 << 40, pinnable_bytes=room)
     stage.script = by_path(own=0.9, own_pinned=0.5)
     both = stage.run(limits=limits).choice
