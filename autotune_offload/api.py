@@ -32,6 +32,9 @@ from autotune_offload.store import Miss, Store
 
 _SWITCHED_OFF = "switched off"
 _DOCTOR = "`autotune-offload doctor` tells what stands in the way on this host"
+_FORESEEN = (AutotuneError, OSError, MemoryError)
+"""Ours, and what a host may do to anybody: no traceback is shown for it."""
+
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Where launchers put a process's rank: torchrun and DeepSpeed, Open MPI, MVAPICH2, Hydra, srun."""
 
@@ -231,7 +234,7 @@ def _cause(error: Exception) -> str:
 def _warn(notice: str, error: Exception | None = None) -> None:
     """On one rank; with a traceback only where a failure was not foreseen."""
     if _rank() == 0:
-        unforeseen = error is not None and not isinstance(error, AutotuneError)
+        unforeseen = error is not None and not isinstance(error, _FORESEEN)
         _log.warning("autotune-offload: %s", notice, exc_info=unforeseen)
 
 

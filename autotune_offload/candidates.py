@@ -101,7 +101,7 @@ class PinRules:
         """Why even what DeepSpeed page-locks whatever is chosen does not fit, if so."""
         if not self.locks:
             return None
-        return host.check_pinned(self._in_any_case, self.limits, beside_bytes=state_bytes(self.workload))
+        return host.check_pinned(self._own_blocks, self.limits, beside_bytes=state_bytes(self.workload))
 
     def against_bounce_buffer(self) -> str | None:
         """Why DeepSpeed's sequence with a bounce buffer cannot be timed here, if so."""
@@ -112,8 +112,13 @@ class PinRules:
         )
 
     @property
-    def _in_any_case(self) -> list[int]:
+    def _own_blocks(self) -> list[int]:
         return flat_blocks(self.workload) + [_bounce_bytes(self.workload)] * self.bounces
+
+    @property
+    def _in_any_case(self) -> list[int]:
+        """DeepSpeed's own, unless they do not fit: such a run has no `offload_param`, or starts with no choice."""
+        return [] if self.against_deepspeeds_own() else self._own_blocks
 
     def _against_blocks(self, blocks: Sequence[int], way_out: str) -> str | None:
         if not self.pin.capped and max(blocks) > self.pin.largest_bytes:

@@ -17,8 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import HostFacts, Limit, Limits, Software
 
@@ -73,8 +71,8 @@ def facts(*, root: Path = _ROOT) -> HostFacts:
         cpu_model=_cpu_model(root),
         cpu_count=os.cpu_count() or 1,
         affinity_cpus=len(cpus),
-        ram_bytes=psutil.virtual_memory().total,
-        swap_bytes=psutil.swap_memory().total,
+        ram_bytes=_pages("SC_PHYS_PAGES"),
+        swap_bytes=_kilobytes(root / "proc/meminfo", "SwapTotal") or 0,
         numa_nodes=max(1, len(_cpu_nodes(root))),
         numa_bound=_bound_node(root, cpus) is not None,
         last_level_cache_bytes=_last_level_cache_bytes(root, cpus),
@@ -238,7 +236,7 @@ def _ram(root: Path) -> Limit:
     path = root / "proc/meminfo"
     free = _kilobytes(path, "MemAvailable")
     if free is None:
-        free, source = psutil.virtual_memory().available, "psutil.virtual_memory().available"
+        free, source = _pages("SC_AVPHYS_PAGES"), "sysconf(SC_AVPHYS_PAGES)"
     else:
         source = f"MemAvailable in {path}"
     # MemAvailable counts nodes without CPUs too: a GH200's device memory, which is not for us to take.
@@ -495,6 +493,11 @@ def users_of(paths: Iterable[Path]) -> dict[Path, int]:
 
 
 # -- reading --------------------------------------------------------------------------------------
+
+
+def _pages(name: str) -> int:
+    """Bytes of so many pages of memory, as the C library counts them; it needs no /proc."""
+    return os.sysconf(name) * mmap.PAGESIZE
 
 
 def _text(path: Path) -> str:

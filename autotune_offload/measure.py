@@ -275,6 +275,8 @@ def pin_cost(
         if device.now() + 2 * taken > deadline:
             break
         size *= 2
+    if rehearsed is not None and rehearsed.reason is not None and reason is None:  # time was up before
+        largest, reason = max(largest, rehearsed.largest_bytes), rehearsed.reason
     return PinCost(seconds_per_gib=per_gib, largest_bytes=largest, capped=reason is None, reason=reason)
 
 

@@ -112,11 +112,11 @@ def test_device_memory_shown_as_a_node_without_cpus_is_not_host_ram(root: Path) 
     assert host.limits(root=root).available_bytes == 48 * GIB
 
 
-def test_no_proc_at_all_falls_back_to_psutil(tmp_path: Path) -> None:
-    """Where nothing can be read, RAM is the one bound, from psutil."""
+def test_no_proc_at_all_falls_back_to_the_c_library(tmp_path: Path) -> None:
+    """Where nothing can be read, RAM is the one bound, from sysconf."""
     limits = host.limits(root=tmp_path)
     assert [limit.name for limit in limits.bounds] == ["ram"]
-    assert "psutil" in limits.bounds[0].source
+    assert "sysconf" in limits.bounds[0].source
     assert limits.available_bytes > 0
 
 

@@ -48,10 +48,12 @@ class PinnedCopyHangs(_Cuda):
 
 
 class NeverAnswers(_Cuda):
-    """Its first copy blocks."""
+    """Its first copy blocks. Before, it makes the file that the environment variable HANGS names."""
 
     def h2d(self, destination: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
         """Blocks."""
+        if "HANGS" in os.environ:
+            open(os.environ["HANGS"], "w").close()
         time.sleep(3600)
 
 
