@@ -21,8 +21,9 @@ injected for real in one run of
 
     python -m tests.reliability --write docs/reliability.md
 
-which wrote this page; `make test` injects the same ones. Times-outs are around all of them. What a machine does not
-allow (a mount, a cgroup, another user) is "not possible here" with its reason.
+which wrote this page; `make test` injects the same ones. A time-out is around each. What a machine does not allow (a
+mount, a cgroup, another user) is "not possible here" with its reason. `python -m tests.reliability.soak` starts and
+destroys 500 engines in one process and prints what it held before and after.
 
 """
 
