@@ -482,6 +482,8 @@ def _transfers(path: Path) -> float | None:
 
 def users_of(paths: Iterable[Path]) -> dict[Path, int]:
     """Those of these files that a process has open, with its id. Other users' processes cannot be seen."""
+    import psutil  # here, since a start reads facts and limits without it
+
     wanted = {path.resolve(): path for path in paths}
     found: dict[Path, int] = {}
     for process in psutil.process_iter() if wanted else ():
