@@ -24,12 +24,19 @@ from autotune_offload import ds_config, host, zero3
 from autotune_offload import workload as workloads
 from autotune_offload.attach import Status, attach
 from autotune_offload.device import AcceleratorDevice
-from autotune_offload.errors import AutotuneError, ProfileError
+from autotune_offload.errors import AutotuneError, ConfigError, ProfileError
+from autotune_offload.interruption import cleaned_up
 from autotune_offload.probing import lookup, probe
 from autotune_offload.records import Change, Profile, Record, Workload
 from autotune_offload.store import Miss, Store
 
 _SWITCHED_OFF = "switched off"
+_DOCTOR = "`autotune-offload doctor` tells what stands in the way on this host"
+_FORESEEN = (AutotuneError, OSError, MemoryError)
+"""Ours, and what a host may do to anybody: no traceback is shown for it."""
+
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Where launchers put a process's rank: torchrun and DeepSpeed, Open MPI, MVAPICH2, Hydra, srun."""
 
 _log = logging.getLogger("autotune_offload")
 
@@ -225,7 +232,7 @@ def _decided_or_not(
     except Exception as error:  # fail open: whatever it is, the user's run starts
         if strict:
             raise
-        notice = f"not tuned, the run goes on with your own configuration: {_cause(error)}"
+        notice = f"not tuned, the run goes on with your own configuration: {_cause(error)}; {_DOCTOR}"
         _warn(notice, error)
         return _Decided(config=None, report=Report(profile=None, notices=(notice,)))
 
@@ -237,7 +244,7 @@ def _cause(error: Exception) -> str:
 def _warn(notice: str, error: Exception | None = None) -> None:
     """On one rank; with a traceback only where a failure was not foreseen."""
     if _rank() == 0:
-        unforeseen = error is not None and not isinstance(error, AutotuneError)
+        unforeseen = error is not None and not isinstance(error, _FORESEEN)
         _log.warning("autotune-offload: %s", notice, exc_info=unforeseen)
 
 
@@ -302,7 +309,7 @@ def _carried_out(engine: Any, decided: _Decided) -> Report:
     except Exception as error:  # fail open
         if decided.strict:
             raise
-        _warn(f"the {choice.path} path was not attached: {_cause(error)}", error)
+        _warn(f"the {choice.path} path was not attached: {_cause(error)}; {_DOCTOR}", error)
         status = Status(why_not=_cause(error))
     return replace(decided.report, path=status)
 
@@ -335,15 +342,18 @@ def _profile(
     else:
         _log.info("measuring this host: %s", found.reason)
     budget = None if isinstance(settings.budget_seconds, str) else settings.budget_seconds
-    profile = probe(workload=workload, budget_seconds=budget, settings=settings, device=device, missed=found)
-    if why_not is not None:
-        return profile, "measured now", (f"the profile was not stored: {why_not}",)
-    try:
-        return profile, f"measured now, stored in {store.save(profile)}", ()
-    except ProfileError as error:  # a disk that has filled up since
-        notice = f"the profile was not stored: {error}"
-        _warn(notice)
-        return profile, "measured now", (notice,)
+    with cleaned_up():
+        profile = probe(
+            workload=workload, budget_seconds=budget, settings=settings, device=device, missed=found
+        )
+        if why_not is not None:
+            return profile, "measured now", (f"the profile was not stored: {why_not}",)
+        try:
+            return profile, f"measured now, stored in {store.save(profile)}", ()
+        except ProfileError as error:  # a disk that has filled up since
+            notice = f"the profile was not stored: {error}"
+            _warn(notice)
+            return profile, "measured now", (notice,)
 
 
 def _with_overrides(config: Mapping[str, Any], autotune: Mapping[str, Any] | bool | None) -> dict[str, Any]:
@@ -378,11 +388,16 @@ def _world_size() -> int:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    told = os.environ.get("WORLD_SIZE", "").strip() or "1"
+    if not told.isdecimal() or int(told) < 1:
+        raise ConfigError(f'WORLD_SIZE is "{told}"; expected the number of ranks, or no such variable')
+    return int(told)
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK") or 0)
+    """By the launcher; 0 where none says it in a number: a warning too many is better than none."""
+    said = (os.environ.get(name, "").strip() for name in _RANKS)
+    return next((int(text) for text in said if text.isdecimal()), 0)
 
 
 # -- the call -------------------------------------------------------------------------------------

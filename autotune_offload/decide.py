@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autotune_offload import host
 from autotune_offload.accumulation import PINNED_BYTES
-from autotune_offload.candidates import PinRules, admitted, effective, key, pinned_blocks
+from autotune_offload.candidates import PinRules, admitted, effective, key
 from autotune_offload.contest import Entrant, Places, Race, Search, race_places
 from autotune_offload.cost_model import CostModel
 from autotune_offload.device import Device
@@ -46,6 +45,7 @@ _PLACES_SHARE = 0.2
 _LEAST_PASSES = 100
 """Passes over the sample that the trials' time should allow; the sample is made smaller for it."""
 
+_BOUNCES = "bounce_buffer"
 _LEAST_ELEMENTS = 1 << 18
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 60
@@ -82,13 +82,20 @@ def decide(
         ConfigError: the user fixed something that this host cannot do.
         MeasurementError: not one path could be timed.
     """
-    rules = PinRules(workload=workload, pin=measurements.pin, limits=limits)
+    stock = stock_sequence(deepspeed_version)
+    rules = PinRules(
+        workload=workload,
+        pin=measurements.pin,
+        limits=limits,
+        locks=device.identity.pin_backend != "none",
+        bounces=stock.name == _BOUNCES,
+    )
     bench = Bench(
         device, workload, sample_elements(device, plan, measurements, workload, cache_bytes, deadline)
     )
     try:
         model = cost_model(device, measurements, workload, compute_seconds=bench.compute_seconds)
-        baselines = _baselines(model, rules, stock_sequence(deepspeed_version))
+        baselines = _baselines(model, rules, stock)
         steered = _with_own_path(steer, baselines[0].record)
         contest = _Contest(device, bench, model, admitted(model, device, rules, steered), baselines)
         places_by = deadline
@@ -122,9 +129,7 @@ def _against_sums(chosen: Candidate, rules: PinRules) -> str | None:
     """Why there is no room for adding on the host beside what the path page-locks itself, if so."""
     if chosen.path == "direct":
         return None
-    ring = [chosen.buffer_bytes * chosen.buffer_count]
-    own = ring if chosen.path == "staged" else pinned_blocks(rules.workload)
-    return host.check_pinned([*own, PINNED_BYTES], rules.limits)
+    return rules.against_more(chosen, PINNED_BYTES, 'set "accumulate" to "device"')
 
 
 def cost_model(
@@ -173,9 +178,16 @@ def _baselines(model: CostModel, rules: PinRules, stock: StockSequence) -> list[
                 installed=sequence is stock and memory == default,
                 predicted_seconds=model.stock_seconds(sequence.name, memory),
             ),
+            failed=_why_not_timed(sequence, rules),
         )
         for sequence, memory in pairs
     ]
+
+
+def _why_not_timed(sequence: StockSequence, rules: PinRules) -> str | None:
+    """One of them page-locks whatever `pin_memory` says: not where nothing may be locked."""
+    why = rules.against_bounce_buffer() if sequence.name == _BOUNCES else None
+    return None if why is None else f"was not tried: {why}"
 
 
 def _with_own_path(steer: Settings, own: Baseline) -> Settings:

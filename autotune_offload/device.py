@@ -207,6 +207,10 @@ class Device(ABC):
         del count
         return None
 
+    def twin(self) -> Device | None:
+        """Another one like it, on which an operation that hangs does no harm; None where there is none."""
+        return None
+
     def timed_only(self) -> contextlib.AbstractContextManager[Any]:
         """Only the clock is looked at inside, so that values need not arrive; a real device moves them still."""
         return contextlib.nullcontext()
@@ -235,6 +239,7 @@ class AcceleratorDevice(Device):
 
     def __init__(self, accelerator: Any = None, index: int | None = None) -> None:
         """Raises DeviceError where DeepSpeed's choice of accelerator cannot be loaded."""
+        self.deepspeeds_own = accelerator is None
         self._accelerator = accelerator if accelerator is not None else _deepspeed_accelerator()
         kind = str(self._accelerator.device_name()).partition(":")[0]
         self.shares_host_memory = kind == "cpu"

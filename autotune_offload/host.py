@@ -17,8 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import HostFacts, Limit, Limits, Software
 
@@ -29,6 +27,18 @@ HOST_MARGIN_FRACTION = 0.1
 HOST_MARGIN_BYTES = 1 << 30
 """Kept free of page-locked memory for everything else on the host, which cannot reclaim it: a tenth of
 what is free, at least 1 GiB, but never more than half of what is free."""
+
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
+
+_WSL_MEMORY = "memory= under [wsl2] in .wslconfig, then `wsl --shutdown`; swap does not help"
+"""WSL's own share of the machine, half of it by default (learn.microsoft.com, "Advanced settings
+configuration in WSL"). How much of that Windows lets a driver lock is told nowhere: the pin sweep finds it."""
 
 _ROOT = Path("/")
 _NO_LIMIT = 1 << 62  # cgroup v1 writes "none" as 2**63 - 1 rounded down to the page size
@@ -61,13 +71,13 @@ def facts(*, root: Path = _ROOT) -> HostFacts:
         cpu_model=_cpu_model(root),
         cpu_count=os.cpu_count() or 1,
         affinity_cpus=len(cpus),
-        ram_bytes=psutil.virtual_memory().total,
-        swap_bytes=psutil.swap_memory().total,
+        ram_bytes=_pages("SC_PHYS_PAGES"),
+        swap_bytes=_kilobytes(root / "proc/meminfo", "SwapTotal") or 0,
         numa_nodes=max(1, len(_cpu_nodes(root))),
         numa_bound=_bound_node(root, cpus) is not None,
         last_level_cache_bytes=_last_level_cache_bytes(root, cpus),
         page_bytes=mmap.PAGESIZE,
-        wsl="microsoft" in _text(root / "proc/version").lower(),
+        wsl=_wsl(root),
     )
 
 
@@ -150,33 +160,61 @@ def pinning_peak_bytes(blocks: Iterable[int]) -> int:
     return sum(map(pinned_block_bytes, requested)) + max(requested, default=0)
 
 
-def check_pinned(blocks_bytes: Iterable[int], limits: Limits) -> str | None:
-    """None where blocks of these sizes in bytes can be pinned, else a sentence that says why not.
+def check_pinned(
+    blocks_bytes: Iterable[int],
+    limits: Limits,
+    *,
+    in_any_case_bytes: Iterable[int] = (),
+    beside_bytes: int = 0,
+) -> str | None:
+    """None where blocks of these sizes can be pinned, else a sentence that says why not.
 
-    The rounded blocks must fit `pinnable_bytes`; with the second copy of the largest they must fit
-    `available_bytes`.
+    The rounded blocks must fit `pinnable_bytes`; with the second copy of the largest, and with what the
+    run holds beside them, they must fit `available_bytes`.
+
+    Args:
+        blocks_bytes: what is to be pinned.
+        limits: of this process.
+        in_any_case_bytes: blocks that DeepSpeed pins whatever is chosen; they take their part of the limits.
+        beside_bytes: pageable host memory that the run needs at the same time.
     """
-    blocks = tuple(blocks_bytes)
-    locked, peak = sum(map(pinned_block_bytes, blocks)), pinning_peak_bytes(blocks)
+    certain = tuple(in_any_case_bytes)
+    blocks = (*blocks_bytes, *certain)
+    locked, peak = sum(map(pinned_block_bytes, blocks)), pinning_peak_bytes(blocks) + beside_bytes
     if locked > limits.pinnable_bytes:
+        share = f"; {_gb(sum(map(pinned_block_bytes, certain)))} of it DeepSpeed locks in any case"
         return (
-            f"needs {_gb(locked)} of page-locked memory (each block rounded up to a power of two), "
-            f"but this process may lock {_gb(limits.pinnable_bytes)}{_why(limits.bounds)}"
+            f"needs {_gb(locked)} of page-locked memory (each block rounded up to a power of two"
+            f"{share if certain else ''}), but this process may lock "
+            f"{_gb(limits.pinnable_bytes)}{tightest(limits.bounds)}"
         )
     if peak > limits.available_bytes:
         memory = tuple(bound for bound in limits.bounds if bound.name in ("ram", "cgroup"))
+        states = f", beside {_gb(beside_bytes)} of optimizer state" if beside_bytes else ""
         return (
-            f"needs {_gb(peak)} of host memory while the largest block is pinned (it exists twice), "
-            f"but this process has {_gb(limits.available_bytes)}{_why(memory)}"
+            f"needs {_gb(peak)} of host memory while the largest block is pinned (it exists twice{states}), "
+            f"but this process has {_gb(limits.available_bytes)}{tightest(memory)}"
         )
     return None
 
 
-def _why(bounds: tuple[Limit, ...]) -> str:
+def tightest(bounds: Sequence[Limit]) -> str:
+    """The smallest bound, to be put behind its number: its name, where it comes from, how to raise it."""
     if not bounds:
         return ""
-    tightest = min(bounds, key=lambda bound: bound.bytes)
-    return f" ({tightest.name}: {tightest.source}); to raise it: {tightest.raise_by}"
+    least = min(bounds, key=lambda bound: bound.bytes)
+    return f" ({least.name}: {least.source}); to raise it: {least.raise_by}"
+
+
+def ranks_here(world_size: int, device_count: int) -> int:
+    """How many of a job's ranks share this host.
+
+    What the launcher says (torchrun, DeepSpeed, Open MPI, MVAPICH2, Hydra, in this order); without one, as
+    many as there are devices for.
+    """
+    told = (os.environ.get(name, "").strip() for name in _LOCAL_SIZES)
+    local = next((int(text) for text in told if text.isdecimal() and int(text) > 0), device_count)
+    return max(min(world_size, local), 1)
 
 
 def _share(limit: Limit, ranks: int) -> Limit:
@@ -198,7 +236,7 @@ def _ram(root: Path) -> Limit:
     path = root / "proc/meminfo"
     free = _kilobytes(path, "MemAvailable")
     if free is None:
-        free, source = psutil.virtual_memory().available, "psutil.virtual_memory().available"
+        free, source = _pages("SC_AVPHYS_PAGES"), "sysconf(SC_AVPHYS_PAGES)"
     else:
         source = f"MemAvailable in {path}"
     # MemAvailable counts nodes without CPUs too: a GH200's device memory, which is not for us to take.
@@ -208,7 +246,9 @@ def _ram(root: Path) -> Limit:
         name="ram",
         bytes=free,
         source=f"{source}, {_gb(free)} free",
-        raise_by="free memory on this host, or use one with more RAM; swap does not help",
+        raise_by=_WSL_MEMORY
+        if _wsl(root)
+        else "free memory on this host, or use one with more RAM; swap does not help",
     )
 
 
@@ -313,6 +353,10 @@ def _cgroup_mount(root: Path, *, v1: bool) -> tuple[str, str]:
             mount_root, mount_point = left.split(" ")[3:5]
             return mount_root, mount_point
     return "/", "/sys/fs/cgroup/memory" if v1 else "/sys/fs/cgroup"
+
+
+def _wsl(root: Path) -> bool:
+    return "microsoft" in _text(root / "proc/version").lower()
 
 
 # -- CPUs and nodes -------------------------------------------------------------------------------
@@ -438,6 +482,8 @@ def _transfers(path: Path) -> float | None:
 
 def users_of(paths: Iterable[Path]) -> dict[Path, int]:
     """Those of these files that a process has open, with its id. Other users' processes cannot be seen."""
+    import psutil  # here, since a start reads facts and limits without it
+
     wanted = {path.resolve(): path for path in paths}
     found: dict[Path, int] = {}
     for process in psutil.process_iter() if wanted else ():
@@ -449,6 +495,11 @@ def users_of(paths: Iterable[Path]) -> dict[Path, int]:
 
 
 # -- reading --------------------------------------------------------------------------------------
+
+
+def _pages(name: str) -> int:
+    """Bytes of so many pages of memory, as the C library counts them; it needs no /proc."""
+    return os.sysconf(name) * mmap.PAGESIZE
 
 
 def _text(path: Path) -> str:

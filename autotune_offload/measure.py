@@ -32,6 +32,7 @@ from autotune_offload.records import (
     SyncCost,
     Transfer,
 )
+from autotune_offload.rehearsal import Rehearsed
 
 Progress = Callable[[str, float], None]
 """Called with what is being measured and how much of the whole is done, 0 to 1."""
@@ -97,6 +98,7 @@ def measure(
     cache_bytes: int,
     memory_bytes: int,
     pinnable_bytes: int,
+    rehearsed: Rehearsed | None = None,
     progress: Progress | None = None,
 ) -> Measurements:
     """Measure one device and the host beside it within the plan's share of its budget.
@@ -108,6 +110,7 @@ def measure(
         cache_bytes: last-level cache that buffers rotate beyond.
         memory_bytes: host memory that the buffers may take altogether.
         pinnable_bytes: page-locked memory that may be taken at once.
+        rehearsed: how far page-locking went where it was tried before; it goes no further here.
         progress: told what is being measured.
 
     Raises:
@@ -117,10 +120,9 @@ def measure(
     started = device.now()
     seconds = plan.budget_seconds * plan.measure_share
     check_synchronize(device)
-    # half of the memory, since pin_memory copies: there are two blocks for a moment
-    pin_bytes = min(plan.pin_cap_bytes, pinnable_bytes, memory_bytes // 2)
-    why_not_pinned = _why_not_pinned(device, pin_bytes)
-    pin = pin_cost(device, pin_bytes, why_not_pinned, device.now() + seconds * _PIN_SHARE)
+    pin_bytes = pin_cap_bytes(plan, pinnable_bytes, memory_bytes)
+    why_not_pinned = _why_not_pinned(device, pin_bytes, rehearsed)
+    pin = pin_cost(device, pin_bytes, why_not_pinned, device.now() + seconds * _PIN_SHARE, rehearsed)
     with _arenas(device, plan, seconds, cache_bytes, memory_bytes, pin.largest_bytes) as arenas:
         session = _Session(device, plan, arenas, started + seconds, dtype, progress or _silent)
         transfers = session.transfers()
@@ -139,6 +141,11 @@ def measure(
         stability=stability(transfers),
         seconds=device.now() - started,
     )
+
+
+def pin_cap_bytes(plan: Plan, pinnable_bytes: int, memory_bytes: int) -> int:
+    """What is page-locked at most: half of the memory, since pin_memory copies, so that there are two blocks."""
+    return min(plan.pin_cap_bytes, pinnable_bytes, memory_bytes // 2)
 
 
 def curve(
@@ -230,20 +237,31 @@ def sync_cost(device: Device, samples: int) -> SyncCost:
     )
 
 
-def _why_not_pinned(device: Device, pin_bytes: int) -> str | None:
+def _why_not_pinned(device: Device, pin_bytes: int, rehearsed: Rehearsed | None) -> str | None:
     """Limits first: DeepSpeed's native backend ends the process where a lock goes over memlock."""
+    if rehearsed is not None and not rehearsed.largest_bytes and rehearsed.reason is not None:
+        return rehearsed.reason
     if pin_bytes < mmap.PAGESIZE:
         return f"the limits leave {pin_bytes:,} bytes to page-lock; expected at least {mmap.PAGESIZE:,}"
     return device.why_not_pinned()
 
 
-def pin_cost(device: Device, cap_bytes: int, why_not: str | None, deadline: float) -> PinCost:
+def pin_cost(
+    device: Device,
+    cap_bytes: int,
+    why_not: str | None,
+    deadline: float,
+    rehearsed: Rehearsed | None = None,
+) -> PinCost:
     """Pin blocks of doubling size, freeing each, until one fails, the cap is reached or time is up."""
     if why_not is not None:
         return PinCost(seconds_per_gib=None, largest_bytes=0, capped=False, reason=why_not)
     size, largest, per_gib = mmap.PAGESIZE, 0, None
     reason = None
     while size <= cap_bytes:
+        if rehearsed is not None and rehearsed.reason is not None and size > rehearsed.largest_bytes:
+            reason = rehearsed.reason
+            break
         before = device.now()
         try:
             pinned = device.pinned_empty(size, torch.uint8)
@@ -257,6 +275,8 @@ def pin_cost(device: Device, cap_bytes: int, why_not: str | None, deadline: floa
         if device.now() + 2 * taken > deadline:
             break
         size *= 2
+    if rehearsed is not None and rehearsed.reason is not None and reason is None:  # time was up before
+        largest, reason = max(largest, rehearsed.largest_bytes), rehearsed.reason
     return PinCost(seconds_per_gib=per_gib, largest_bytes=largest, capped=reason is None, reason=reason)
 
 

@@ -17,6 +17,7 @@ from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.ds_config import Settings
 from autotune_offload.environment import WORKLOAD_FIELD, Environment, release
 from autotune_offload.errors import BudgetError, ConfigError
+from autotune_offload.interruption import cleaned_up
 from autotune_offload.recheck import doubt
 from autotune_offload.records import SCHEMA, Plan, Profile, Scalar, Workload
 from autotune_offload.shipped import config_file
@@ -54,6 +55,7 @@ def load_plan(name: str, budget_seconds: float | None = None) -> Plan:
     return replace(plan, budget_seconds=budget_seconds)
 
 
+@cleaned_up()
 def probe(
     *,
     workload: Workload | None = None,
@@ -88,27 +90,35 @@ def probe(
     import torch
 
     from autotune_offload.decide import decide
-    from autotune_offload.measure import measure
+    from autotune_offload.measure import measure, pin_cap_bytes
+    from autotune_offload.rehearsal import rehearse, sizes
 
     device = device or AcceleratorDevice()
     steer = _capped(settings or Settings(), max_pinned_bytes)
     loaded = load_plan(plan, budget_seconds)
-    started = device.now()
     workload = workload or default_workload()
     facts, software = device.host_facts() or host.facts(), host.software()
     cap = None if isinstance(steer.max_pinned_bytes, str) else steer.max_pinned_bytes
     limits = device.host_limits(cap) or host.limits(
-        max_pinned_bytes=cap, pin_backend=device.identity.pin_backend
+        max_pinned_bytes=cap,
+        pin_backend=device.identity.pin_backend,
+        ranks_per_host=host.ranks_here(workload.world_size, device.identity.count),
     )
     report, share = progress or _silent, loaded.measure_share
+    memory_bytes = limits.available_bytes // _MEMORY_SHARE
+    pin_bytes = pin_cap_bytes(loaded, limits.pinnable_bytes, memory_bytes)
+    # before the clock starts: a child's life is its imports, and they are not the budget's either
+    rehearsed = rehearse(device, sizes(pin_bytes), seconds=loaded.budget_seconds)
+    started = device.now()
     with measuring(device):
         measurements = measure(
             device,
             loaded,
             dtype=getattr(torch, workload.dtype),
             cache_bytes=facts.last_level_cache_bytes,
-            memory_bytes=limits.available_bytes // _MEMORY_SHARE,
+            memory_bytes=memory_bytes,
             pinnable_bytes=limits.pinnable_bytes,
+            rehearsed=rehearsed,
             progress=lambda what, done: report(what, done * share),
         )
         decision = decide(

@@ -284,6 +284,7 @@ class SimulatedDevice(Device):
                 f"noise {noise}, rank {rank} of {ranks}: expected noise of at least 0 and a rank that there is"
             )
         self.machine, self.ranks, self.faults = machine, ranks, faults or Faults()
+        self._rank = rank
         self.shares_host_memory = self.synchronous = machine.kind == "cpu"
         self.speeds = speeds(machine, ranks)
         self.identity = DeviceIdentity(
@@ -311,6 +312,10 @@ class SimulatedDevice(Device):
         both_links = self.speeds.link["d2h", "pinned"] + self.speeds.link["h2d", "pinned"]
         self._memory_binds = both_host + both_links > self.speeds.memory
         self._nothing = torch.zeros((), dtype=torch.float64, device="cpu")
+
+    def twin(self) -> SimulatedDevice:
+        """The same machine with the same faults, on a clock of its own and without noise."""
+        return SimulatedDevice(self.machine, ranks=self.ranks, rank=self._rank, faults=self.faults)
 
     # -- the clock --
 

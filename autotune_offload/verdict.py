@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_offload import host
-from autotune_offload.candidates import PinRules, predicted
+from autotune_offload.candidates import PinRules, flat_blocks, predicted
 from autotune_offload.contest import Entrant, Places
 from autotune_offload.cost_model import CostModel
 from autotune_offload.ds_config import Settings
@@ -319,13 +319,17 @@ class Verdict:
         for baseline in self.outcome.baselines:
             if baseline.failed:
                 yield f"DeepSpeed's own {words(baseline.record)} {baseline.failed}"
-        if self.rules.not_on_offer is None and choice.path != "pinned" and not choice.pin_optimizer:
-            workload = self.rules.workload
-            flat = host.pinned_block_bytes(DTYPE_BYTES[workload.dtype] * workload.elements)
-            yield (
-                f"with offload_param on, DeepSpeed page-locks {flat:,} bytes for its flat parameter buffer "
-                "whatever pin_memory says"
-            )
+        if self.rules.locks:
+            yield from self._pinned_in_any_case(choice)
+
+    def _pinned_in_any_case(self, choice: Choice) -> Iterator[str]:
+        what = "with offload_param on, DeepSpeed page-locks its flat copy of the parameters whatever pin_memory says"
+        limit = self.rules.against_deepspeeds_own()
+        if limit is not None:
+            yield f"{what}: it {limit}; without offload_param it is not made"
+        elif choice.path != "pinned" and not choice.pin_optimizer:
+            flat = sum(map(host.pinned_block_bytes, flat_blocks(self.rules.workload)))
+            yield f"{what}: {flat:,} bytes"
 
 
 def _modesty(entrant: Entrant[Candidate]) -> tuple[int, int, float]:

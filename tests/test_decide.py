@@ -13,7 +13,15 @@ import optuna
 import pytest
 
 from autotune_offload import contest, decide, records
-from autotune_offload.candidates import PARAMETERS, grid, key, pinned_blocks
+from autotune_offload.candidates import (
+    PARAMETERS,
+    PinRules,
+    flat_blocks,
+    grid,
+    key,
+    optimizer_blocks,
+    parameter_blocks,
+)
 from autotune_offload.device import Device
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import ConfigError, MeasurementError, PinError
@@ -455,7 +463,7 @@ def test_the_parameters_key_follows_the_h2d_curves(stage: Stage) -> None:
 def test_parameters_must_fit_beside_the_optimizers_blocks(stage: Stage) -> None:
     """Both keys lock memory at once."""
     workload = make_workload()
-    room = sum(1 << (size - 1).bit_length() for size in pinned_blocks(workload)) + 1024
+    room = sum(1 << (size - 1).bit_length() for size in [*flat_blocks(workload), *optimizer_blocks(workload)])
     limits = Limits(available_bytes=1 << 40, pinnable_bytes=room)
     stage.script = by_path(own=0.9, own_pinned=0.5)
     both = stage.run(limits=limits).choice
@@ -804,8 +812,8 @@ def test_adding_on_the_host_needs_room_beside_the_path(stage: Stage) -> None:
     stage.places["host"] = 0.1
     stage.script = by_path(staged=0.2, pinned=9.0)
     steer = Settings(path="staged", buffer_bytes=1 << 20, buffer_count=2)
-    tight = replace(ROOMY, pinnable_bytes=5 << 20, bounds=(Limit(
-        name="memlock", bytes=5 << 20, source="ulimit -l", raise_by="ulimit -l unlimited"),))  # fmt: skip
+    tight = replace(ROOMY, pinnable_bytes=37 << 20, bounds=(Limit(
+        name="memlock", bytes=37 << 20, source="ulimit -l", raise_by="ulimit -l unlimited"),))  # fmt: skip
     decision = stage.run(workload=FOUR, limits=tight, steer=steer)
     assert decision.choice.accumulate == "device" and stage.windows == []
     assert "ulimit -l" in reasons(decision)
@@ -818,3 +826,38 @@ def test_the_time_for_both_places_is_part_of_the_budget(stage: Stage) -> None:
         stage.pass_seconds, stage.device.clock = pass_seconds, 100.0
         stage.run(workload=FOUR)
         assert stage.device.clock <= 105 + 5 * pass_seconds
+
+
+# -- rules ----------------------------------------------------------------------------------------
+
+
+def rules(pinnable: int, **changes: Any) -> PinRules:
+    """For the factory's workload, on a host with much memory."""
+    limits = Limits(available_bytes=1 << 50, pinnable_bytes=pinnable)
+    pin = PinCost(seconds_per_gib=0.3, largest_bytes=1 << 40, capped=True)
+    return PinRules(**{"workload": make_workload(), "pin": pin, "limits": limits, **changes})
+
+
+def test_each_parameters_slice_is_a_block_of_its_own() -> None:
+    """DeepSpeed pins them one by one, so each is rounded up."""
+    workload = make_workload()
+    blocks = parameter_blocks(workload)
+    assert len(blocks) == sum(count for _, count in workload.parameters)
+    assert max(blocks) == 2 * -(-50257 * 768 // 8)
+
+
+def test_a_deepspeed_that_bounces_pins_one_buffer_more() -> None:
+    """0.15.4 to 0.16.2 pin the largest partition in fp32 as well, whatever is chosen."""
+    flat = sum(1 << (size - 1).bit_length() for size in flat_blocks(make_workload()))
+    assert rules(flat).against_deepspeeds_own() is None
+    assert rules(flat, bounces=True).against_deepspeeds_own() is not None
+    assert rules(0, bounces=True, locks=False).against_deepspeeds_own() is None
+
+
+def test_where_nothing_may_be_locked_the_bound_is_the_reason() -> None:
+    """Its name, source and way out, though the device could lock."""
+    bound = Limit(name="max_pinned_bytes", bytes=0, source="set by the user", raise_by="a larger one")
+    closed = rules(0, limits=Limits(available_bytes=1 << 50, pinnable_bytes=0, bounds=(bound,)))
+    why = closed.against_path("staged")
+    assert why is not None and all(part in why for part in ("0 bytes", "set by the user", "a larger one"))
+    assert closed.against_bounce_buffer() == closed.not_on_offer

@@ -112,11 +112,11 @@ def test_device_memory_shown_as_a_node_without_cpus_is_not_host_ram(root: Path) 
     assert host.limits(root=root).available_bytes == 48 * GIB
 
 
-def test_no_proc_at_all_falls_back_to_psutil(tmp_path: Path) -> None:
-    """Where nothing can be read, RAM is the one bound, from psutil."""
+def test_no_proc_at_all_falls_back_to_the_c_library(tmp_path: Path) -> None:
+    """Where nothing can be read, RAM is the one bound, from sysconf."""
     limits = host.limits(root=tmp_path)
     assert [limit.name for limit in limits.bounds] == ["ram"]
-    assert "psutil" in limits.bounds[0].source
+    assert "sysconf" in limits.bounds[0].source
     assert limits.available_bytes > 0
 
 
@@ -505,3 +505,42 @@ def test_a_loaded_package_says_its_own_version(name: str) -> None:
     """The same as its metadata, so that a profile fits whether it is loaded or not."""
     loaded = importlib.import_module(name)
     assert getattr(host.software(), name) == str(loaded.__version__) == importlib.metadata.version(name)
+
+
+def test_what_is_pinned_in_any_case_takes_its_part(root: Path) -> None:
+    """A block that fits alone does not fit beside it; the sentence tells the part."""
+    assert host.check_pinned([GIB], limits_of(3 * GIB, 64 * GIB)) is None
+    sentence = host.check_pinned([GIB], limits_of(3 * GIB, 64 * GIB), in_any_case_bytes=[4 * GIB - 1])
+    assert sentence is not None
+    assert "needs 5.37 GB" in sentence and "4.29 GB of it DeepSpeed locks in any case" in sentence
+
+
+def test_what_the_run_holds_beside_the_blocks_counts_as_memory() -> None:
+    """It is not locked, so it counts for the memory alone."""
+    assert host.check_pinned([GIB], limits_of(GIB, 3 * GIB), beside_bytes=GIB) is None
+    sentence = host.check_pinned([GIB], limits_of(GIB, 3 * GIB), beside_bytes=GIB + 1)
+    assert sentence is not None and "optimizer state" in sentence
+
+
+@pytest.mark.parametrize(
+    ("told", "world_size", "devices", "here"),
+    [
+        ({}, 1, 8, 1),
+        ({}, 16, 8, 8),
+        ({}, 4, 8, 4),
+        ({}, 4, 0, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 16, 1, 4),
+        ({"LOCAL_SIZE": "2"}, 16, 8, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 4, 1, 4),
+        ({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "no"}, 16, 8, 8),
+    ],
+)
+def test_ranks_of_a_host_are_those_of_the_launcher_or_of_the_devices(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], world_size: int, devices: int, here: int
+) -> None:
+    """Never more than there are ranks, never less than one."""
+    for name in host._LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert host.ranks_here(world_size, devices) == here

@@ -240,7 +240,7 @@ def test_the_smaller_bound_on_pinned_memory_counts(
     """The argument's and the block's, whichever are given."""
     asked = []
 
-    def limits(*, max_pinned_bytes: int | None, pin_backend: str) -> Limits:
+    def limits(*, max_pinned_bytes: int | None, **others: object) -> Limits:
         asked.append(max_pinned_bytes)
         raise KeyboardInterrupt
 

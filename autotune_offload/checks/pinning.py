@@ -10,7 +10,7 @@ from packaging.version import Version
 from autotune_offload import host, zero3
 from autotune_offload.checks.case import Case
 from autotune_offload.records import Finding, Limit, Workload
-from autotune_offload.workload import DEFAULT_PARAMETERS, DTYPE_BYTES, from_parameter_count
+from autotune_offload.workload import DEFAULT_PARAMETERS, from_parameter_count
 
 _NATIVE_SINCE = Version("0.19.6")
 """The first DeepSpeed that reads DS_PIN_MEMORY_BACKEND."""
@@ -131,14 +131,13 @@ def _blocks(case: Case, workload: Workload) -> list[int]:
     if _backend(case) == "none" or "torch" not in case.answers.answers:
         return []  # without torch nothing is page-locked, and what follows would load it
 
-    from autotune_offload.candidates import pinned_blocks
+    from autotune_offload.candidates import flat_blocks, optimizer_blocks
 
     if case.config is None:
-        return pinned_blocks(workload)
+        return [*flat_blocks(workload), *optimizer_blocks(workload)]
     locks = zero3.page_locks(case.config, case.version)
-    flat = [DTYPE_BYTES[workload.dtype] * workload.elements] if "offload_param" in locks else []
-    # the first of the blocks is that flat one, which offload_param alone brings along
-    return flat + (pinned_blocks(workload)[1:] if locks.get("offload_optimizer") else [])
+    flat = flat_blocks(workload) if "offload_param" in locks else []
+    return flat + (optimizer_blocks(workload) if locks.get("offload_optimizer") else [])
 
 
 def _backend(case: Case) -> str:

@@ -1,4 +1,4 @@
-"""How the program ends: exit 0 done, 1 could not, 2 bad usage, 130 interrupted."""
+"""How the program ends: exit 0 done, 1 could not, 2 bad usage, 130 interrupted, 143 terminated."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from autotune_offload.errors import AutotuneError
+from autotune_offload.interruption import Terminated, raising
 
 SAVED = "autotune_offload.saved"
 """Key in the context's `meta` of the file that the verb has written."""
@@ -21,7 +22,8 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb; our own errors become one message and exit 1."""
         try:
-            return super().invoke(ctx)
+            with raising():
+                return super().invoke(ctx)
         except AutotuneError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
@@ -30,8 +32,9 @@ class Verbs(click.Group):
             raise click.ClickException(
                 f"cannot write: {error.strerror}; make room and run it again"
             ) from error
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated) as signalled:
             saved = ctx.meta.get(SAVED)
             kept = f"{saved} was saved before that" if saved else "nothing was saved"
-            click.echo(f"interrupted; {kept}", err=True)
-            ctx.exit(130)
+            by_hand = isinstance(signalled, KeyboardInterrupt)
+            click.echo(f"{'interrupted' if by_hand else 'terminated'}; {kept}", err=True)
+            ctx.exit(130 if by_hand else 143)

@@ -1,0 +1,75 @@
+"""Inject every fault and write the table: `python -m tests.reliability --write docs/reliability.md`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.conftest import pytest_configure
+from tests.reliability import FAULTS
+from tests.reliability.registry import AREAS, Outcome, run
+
+_HEAD = """\
+# Reliability
+
+A tool that touches other people's training runs must be the last thing they suspect. Each fault below was
+injected for real in one run of
+
+    python -m tests.reliability --write docs/reliability.md
+
+which wrote this page; `make test` injects the same ones. A time-out is around each. What a machine does not allow (a
+mount, a cgroup, another user) is "not possible here" with its reason. `python -m tests.reliability.soak` starts and
+destroys 500 engines in one process and prints what it held before and after.
+
+"""
+
+
+def main() -> int:
+    """Exit 0 where no fault failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability", description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table to this file")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these faults")
+    given = parser.parse_args()
+    pytest_configure()
+    wanted = [one for name, one in FAULTS.items() if not given.names or name in given.names]
+    outcomes = []
+    for one in wanted:
+        outcomes.append(run(one))
+        print(f"{outcomes[-1].result:18} {one.area}: {one.name}: {outcomes[-1].happened}", flush=True)
+    if given.write:
+        given.write.write_text(page(outcomes), encoding="utf-8")
+    return int(any(outcome.result == "fail" for outcome in outcomes))
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """The whole document."""
+    count = {
+        result: sum(o.result == result for o in outcomes) for result in ("pass", "fail", "not possible here")
+    }
+    import deepspeed
+    import torch
+
+    lines = [
+        f"Run on {platform.system()} {platform.machine()} as {'root' if os.geteuid() == 0 else 'a user'}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}: "
+        + ", ".join(f"{number} {result}" for result, number in count.items())
+        + ".",
+    ]
+    for area in AREAS:
+        lines += ["", f"## {area}", "", "| fault | injected | must | happened | |", "|---|---|---|---|---|"]
+        lines += [_row(outcome) for outcome in outcomes if outcome.fault.area == area]
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _row(outcome: Outcome) -> str:
+    one = outcome.fault
+    cells = (one.name, one.injected, one.expected, outcome.happened, outcome.result)
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
