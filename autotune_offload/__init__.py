@@ -9,6 +9,7 @@ TYPE_CHECKING = False  # type checkers read it as true; the typing module is hal
 if TYPE_CHECKING:
     from autotune_offload.api import initialize, load_profile, report, tune_config
     from autotune_offload.errors import (
+        AgreementError,
         AutotuneError,
         BudgetError,
         ConfigError,
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
         MeasurementError,
         PinError,
         ProfileError,
+        UndecidedError,
     )
     from autotune_offload.probing import probe
     from autotune_offload.records import Choice, Profile, Workload
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AgreementError",
     "AutotuneError",
     "BudgetError",
     "Choice",
@@ -32,6 +35,7 @@ __all__ = [
     "PinError",
     "Profile",
     "ProfileError",
+    "UndecidedError",
     "Workload",
     "__version__",
     "initialize",
@@ -47,6 +51,7 @@ _HOME = {
     "probe": "probing",
     "report": "api",
     "tune_config": "api",
+    "AgreementError": "errors",
     "AutotuneError": "errors",
     "BudgetError": "errors",
     "ConfigError": "errors",
@@ -54,6 +59,7 @@ _HOME = {
     "MeasurementError": "errors",
     "PinError": "errors",
     "ProfileError": "errors",
+    "UndecidedError": "errors",
     "Choice": "records",
     "Profile": "records",
     "Workload": "records",

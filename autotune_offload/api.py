@@ -13,30 +13,28 @@ import logging
 import os
 import statistics
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from autotune_offload import ds_config, host, zero3
+from autotune_offload import agree, ds_config, equal_keys, host, zero3
 from autotune_offload import workload as workloads
+from autotune_offload.agree import Agreement
 from autotune_offload.attach import Status, attach
 from autotune_offload.device import AcceleratorDevice
-from autotune_offload.errors import AutotuneError, ConfigError, ProfileError
+from autotune_offload.errors import AgreementError, AutotuneError, ProfileError, UndecidedError
 from autotune_offload.interruption import cleaned_up
-from autotune_offload.probing import lookup, probe
-from autotune_offload.records import Change, Profile, Record, Workload
+from autotune_offload.probing import load_plan, lookup, probe
+from autotune_offload.records import Change, Profile, Record, Workload, ZeroSizes
 from autotune_offload.store import Miss, Store
 
 _SWITCHED_OFF = "switched off"
 _DOCTOR = "`autotune-offload doctor` tells what stands in the way on this host"
 _FORESEEN = (AutotuneError, OSError, MemoryError)
 """Ours, and what a host may do to anybody: no traceback is shown for it."""
-
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Where launchers put a process's rank: torchrun and DeepSpeed, Open MPI, MVAPICH2, Hydra, srun."""
 
 _log = logging.getLogger("autotune_offload")
 
@@ -125,6 +123,10 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
 
     Returns:
         Engine, optimizer, dataloader and scheduler, as DeepSpeed made them.
+
+    Raises:
+        UndecidedError: the store of the job's first rank died while this rank had agreed and the others may
+            have: it alone would train differently.
     """
     import deepspeed
 
@@ -132,7 +134,14 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
     given = _configuration(call)
     if given is None:
         return deepspeed.initialize(*args, **kwargs)
-    decided = _decided_or_not(given, call.get("model"), autotune, attaches=True)
+    asked = _Asked(
+        model=call.get("model"),
+        autotune=autotune,
+        attaches=True,
+        group_is_made_by=lambda: _init_distributed(call),
+        data_parallel_ranks=_data_parallel_ranks(call.get("mpu")),
+    )
+    decided = _decided_or_not(given, asked)
     if decided.config is None:
         result = deepspeed.initialize(*args, **kwargs)
     else:
@@ -154,7 +163,8 @@ def tune_config(
     """A configuration with the offload keys chosen for this machine, before anything is initialized.
 
     For whoever calls `deepspeed.initialize` itself: its own code then carries the gradients, and its own
-    measured times decide about pinning.
+    measured times decide about pinning. In a job of several ranks without a process group, sizes stay as
+    they are: they must be the same on all hosts, which cannot be agreed yet.
 
     Args:
         config: every form that `deepspeed.initialize` takes, and `pathlib.Path`. Not changed.
@@ -167,7 +177,7 @@ def tune_config(
         ConfigError: the configuration cannot be read.
     """
     given = ds_config.read(config)
-    decided = _decided_or_not(given, model, autotune, workload, attaches=False)
+    decided = _decided_or_not(given, _Asked(model=model, autotune=autotune, workload=workload))
     for notice in decided.report.notices:
         _log.info("%s", notice)
     return given if decided.config is None else decided.config
@@ -212,24 +222,38 @@ class _Decided(Record, frozen=True, kw_only=True):
     strict: bool = False
 
 
-def _decided_or_not(
-    given: object,
-    model: Any,
-    autotune: Mapping[str, Any] | bool | None,
-    workload: Workload | None = None,
-    *,
-    attaches: bool,
-) -> _Decided:
-    """Decide; whatever fails in that leaves the user's configuration as it is."""
+class _Asked(Record, frozen=True, kw_only=True):
+    """What a decision is about, beside the configuration."""
+
+    model: Any = None
+    autotune: Mapping[str, Any] | bool | None = None
+    workload: Workload | None = None
+    attaches: bool = False
+    group_is_made_by: Callable[[], object] | None = None
+    """Makes the process group where there is none yet; None leaves that to others, later."""
+    data_parallel_ranks: int | None = None
+    """That share a parameter, where these are not all."""
+
+
+def _decided_or_not(given: object, asked: _Asked) -> _Decided:
+    """Decide; whatever fails in that leaves the user's configuration as it is, on all ranks."""
+    autotune = asked.autotune
     if autotune is False:
+        _decline_unasked(given, asked)
         return _Decided(config=None, report=Report(profile=None, notices=(_SWITCHED_OFF,)))
     strict = isinstance(autotune, Mapping) and bool(autotune.get("strict"))
+    agreement: Agreement | None = None
     try:
+        agreement = _agreement(given, asked)
         config = ds_config.read(given)
         block = config.get(ds_config.BLOCK)
         strict = strict or (isinstance(block, Mapping) and block.get("strict") is True)
-        return _decided(config, model, autotune, workload, attaches=attaches)
+        return _decided(config, asked, agreement)
+    except UndecidedError:
+        raise
     except Exception as error:  # fail open: whatever it is, the user's run starts
+        if agreement is not None:
+            agreement.decline(f"rank {agreement.group.rank}: {_cause(error)}")
         if strict:
             raise
         notice = f"not tuned, the run goes on with your own configuration: {_cause(error)}; {_DOCTOR}"
@@ -243,53 +267,47 @@ def _cause(error: Exception) -> str:
 
 def _warn(notice: str, error: Exception | None = None) -> None:
     """On one rank; with a traceback only where a failure was not foreseen."""
-    if _rank() == 0:
+    if agree.present_rank() == 0:
         unforeseen = error is not None and not isinstance(error, _FORESEEN)
         _log.warning("autotune-offload: %s", notice, exc_info=unforeseen)
 
 
-def _decided(
-    config: dict[str, Any],
-    model: Any,
-    autotune: Mapping[str, Any] | bool | None,
-    workload: Workload | None,
-    *,
-    attaches: bool,
-) -> _Decided:
-    settings = ds_config.settings(_with_overrides(config, autotune))
+def _decided(config: dict[str, Any], asked: _Asked, agreement: Agreement | None) -> _Decided:
+    settings = ds_config.settings(_with_overrides(config, asked.autotune))
     why_not = _why_not(config, settings)
     if why_not is not None:
+        if agreement is not None:
+            agreement.decline(f"rank {agreement.group.rank}: {why_not}")
         if settings.enabled:
             _warn(f"not tuned: {why_not}")
         return _Decided(config=None, report=Report(profile=None, notices=(why_not,)))
-    if workload is None and model is not None:
-        workload = workloads.from_module(
-            model, accumulation_steps=_accumulation(config), dtype=_dtype(config)
-        )
     device = AcceleratorDevice()
-    profile, source, notices = _profile(workload, settings, device)
+    found = _profile(config, _workload(config, asked), settings, device, agreement)
+    profile = found.profile
     carry_path = (
-        attaches
+        asked.attaches
         and zero3.takes_a_path(config)
         and settings.path != "deepspeed"
         and profile.choice.beats_deepspeed
     )
     tuned = zero3.tune(
-        config,
+        found.config,
         profile.choice,
         version=host.software().deepspeed,
         keep=settings.keep,
         carried=carry_path,
     )
-    for notice in tuned.notices:
+    if agreement is not None:
+        agreement.confirm(equal_keys.sizes_digest(tuned.config))
+    for notice in (*found.loud, *tuned.notices):
         _warn(notice)
     for change in tuned.changes:
         _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
     report_ = Report(
         profile=profile,
         changes=tuned.changes,
-        notices=(*notices, *tuned.notices, *profile.warnings),
-        source=source,
+        notices=(*found.loud, *found.notices, *tuned.notices, *profile.warnings),
+        source=found.source,
     )
     return _Decided(
         config=tuned.config, report=report_, carry_path=carry_path, device=device, strict=settings.strict
@@ -320,40 +338,139 @@ def _why_not(config: Mapping[str, Any], settings: ds_config.Settings) -> str | N
         return _SWITCHED_OFF
     if not zero3.offloads(config):
         return "nothing is offloaded at ZeRO stage 1 to 3, so there is nothing to tune"
-    if _world_size() > 1:
-        return (
-            f"{_world_size()} ranks: this version tunes runs of one rank, since sizes that differ between "
-            "ranks would hang the job"
-        )
     return None
 
 
+def _workload(config: Mapping[str, Any], asked: _Asked) -> Workload | None:
+    if asked.workload is not None or asked.model is None:
+        return asked.workload
+    return workloads.from_module(
+        asked.model,
+        world_size=asked.data_parallel_ranks or agree.announced_ranks(),
+        accumulation_steps=_accumulation(config),
+        dtype=_dtype(config),
+    )
+
+
+class _Found(Record, frozen=True, kw_only=True):
+    """A profile, where it comes from, and the configuration that it is for."""
+
+    profile: Profile
+    config: Mapping[str, Any]
+    source: str
+    notices: tuple[str, ...] = ()
+    loud: tuple[str, ...] = ()
+
+
 def _profile(
-    workload: Workload | None, settings: ds_config.Settings, device: AcceleratorDevice
-) -> tuple[Profile, str, tuple[str, ...]]:
-    """The stored profile of this environment, or a new one that is stored if it can be."""
+    config: dict[str, Any],
+    workload: Workload | None,
+    settings: ds_config.Settings,
+    device: AcceleratorDevice,
+    agreement: Agreement | None,
+) -> _Found:
+    """The stored profile of this environment, or a new one that is stored if it can be; agreed by all ranks."""
     store = Store()
-    found = lookup(store, workload, device, settings)
-    if not isinstance(found, Miss):
-        return found, f"stored profile of {found.created}", ()
-    why_not = store.why_not_writable()
-    if why_not is not None:
-        _warn(f"measuring this host without a cache: {why_not}")
-    else:
-        _log.info("measuring this host: %s", found.reason)
     budget = None if isinstance(settings.budget_seconds, str) else settings.budget_seconds
-    with cleaned_up():
-        profile = probe(
-            workload=workload, budget_seconds=budget, settings=settings, device=device, missed=found
-        )
+
+    missed: list[Miss] = []
+
+    def look() -> Profile | None:
+        found = lookup(store, workload, device, settings)
+        if not isinstance(found, Miss):
+            return found
+        missed.append(found)
+        return None
+
+    def measured(ranks_per_host: int) -> Profile:
+        why_not = store.why_not_writable()
         if why_not is not None:
-            return profile, "measured now", (f"the profile was not stored: {why_not}",)
+            _warn(f"measuring this host without a cache: {why_not}")
+        elif missed:
+            _log.info("measuring this host: %s", missed[-1].reason)
+        with cleaned_up():
+            return probe(
+                workload=workload,
+                budget_seconds=budget,
+                settings=settings,
+                device=device,
+                missed=missed[-1] if missed else None,
+                ranks_per_host=ranks_per_host,
+            )
+
+    seconds = budget or load_plan("standard").budget_seconds
+    if agreement is not None:
+        return _agreed(config, look(), measured, agreement, device, store, seconds)
+    if agree.announced_ranks() > 1:
+        return _for_this_host(config, look, measured, store, seconds)
+    found = look()
+    if found is not None:
+        return _Found(profile=found, config=config, source=_from_store(found))
+    profile = measured(1)
+    return _Found(profile=profile, config=config, **_kept(store, profile))
+
+
+def _agreed(
+    config: dict[str, Any],
+    found: Profile | None,
+    measured: Callable[[int], Profile],
+    agreement: Agreement,
+    device: AcceleratorDevice,
+    store: Store,
+    measure_seconds: float,
+) -> _Found:
+    agreed = agree.agree(
+        agreement,
+        found,
+        measured,
+        config=config,
+        device=device.identity,
+        measure_seconds=measure_seconds,
+    )
+    where: dict[str, Any] = {"source": "measured now by all ranks"}
+    if not agreed.measured:
+        where = {"source": _from_store(agreed.profile)}
+    elif agreed.keeper:
+        where = _kept(store, agreed.own)
+    return _Found(profile=agreed.profile, config=agreed.config, loud=agreed.notices, **where)
+
+
+def _for_this_host(
+    config: dict[str, Any],
+    look: Callable[[], Profile | None],
+    measured: Callable[[int], Profile],
+    store: Store,
+    measure_seconds: float,
+) -> _Found:
+    """One profile for all ranks of this host, through the store; without sizes, which other hosts must share."""
+    found, where = look(), None
+    if found is None:
+        with agree.turn_on_host(store.folder, agree.turn_seconds(measure_seconds)):
+            found = look()
+            if found is None:
+                found = measured(1)
+                where = _kept(store, found)
+    kept = "left as it is, since the ranks cannot agree on it before there is a process group"
+    sizes = ZeroSizes(reasons=dict.fromkeys(found.choice.sizes.reasons, kept))
+    profile = replace(found, choice=replace(found.choice, sizes=sizes))
+    return _Found(profile=profile, config=config, **(where or {"source": _from_store(found)}))
+
+
+def _from_store(profile: Profile) -> str:
+    return f"stored profile of {profile.created}"
+
+
+def _kept(store: Store, profile: Profile) -> dict[str, Any]:
+    """Store a profile; where it is now, or why it is not."""
+    why_not = store.why_not_writable()
+    if why_not is None:
         try:
-            return profile, f"measured now, stored in {store.save(profile)}", ()
+            with cleaned_up():
+                return {"source": f"measured now, stored in {store.save(profile)}"}
         except ProfileError as error:  # a disk that has filled up since
-            notice = f"the profile was not stored: {error}"
-            _warn(notice)
-            return profile, "measured now", (notice,)
+            why_not = str(error)
+            _warn(f"the profile was not stored: {why_not}")
+    return {"source": "measured now", "notices": (f"the profile was not stored: {why_not}",)}
 
 
 def _with_overrides(config: Mapping[str, Any], autotune: Mapping[str, Any] | bool | None) -> dict[str, Any]:
@@ -382,22 +499,67 @@ def _accumulation(config: Mapping[str, Any]) -> int:
     return steps if isinstance(steps, int) and steps > 0 else 1
 
 
-def _world_size() -> int:
-    """Of the process group where there is one, else what a launcher announced."""
-    import torch
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    told = os.environ.get("WORLD_SIZE", "").strip() or "1"
-    if not told.isdecimal() or int(told) < 1:
-        raise ConfigError(f'WORLD_SIZE is "{told}"; expected the number of ranks, or no such variable')
-    return int(told)
+# -- several ranks --------------------------------------------------------------------------------
 
 
-def _rank() -> int:
-    """By the launcher; 0 where none says it in a number: a warning too many is better than none."""
-    said = (os.environ.get(name, "").strip() for name in _RANKS)
-    return next((int(text) for text in said if text.isdecimal()), 0)
+def _agreement(given: object, asked: _Asked) -> Agreement | None:
+    """Begun where this job has several ranks and a process group; None where one rank decides alone.
+
+    Raises:
+        AgreementError: several ranks without a way to agree.
+    """
+    if agree.announced_ranks() == 1:
+        return None
+    if asked.group_is_made_by is not None:
+        asked.group_is_made_by()
+    group = agree.present_group()
+    if group is None:
+        return None
+    return Agreement(group, "initialize" if asked.attaches else "tune_config", _wait_seconds(given, asked))
+
+
+def _decline_unasked(given: object, asked: _Asked) -> None:
+    """Let the others know at once, where that takes no more than what is there already."""
+    with contextlib.suppress(AutotuneError):
+        agreement = _agreement(given, replace(asked, group_is_made_by=None))
+        if agreement is not None:
+            agreement.decline(f"rank {agreement.group.rank}: {_SWITCHED_OFF}")
+
+
+def _wait_seconds(given: object, asked: _Asked) -> float:
+    """What the user set, where that can be read so early; what cannot is somebody else's to refuse."""
+    with contextlib.suppress(Exception):
+        wait = ds_config.settings(_with_overrides(ds_config.read(given), asked.autotune)).wait_seconds
+        if not isinstance(wait, str):
+            return wait
+    return agree.WAIT_SECONDS
+
+
+def _init_distributed(call: Mapping[str, Any]) -> None:
+    """The process group, as `deepspeed.initialize` itself would make it in its first lines.
+
+    Raises:
+        AgreementError: the launcher set no RANK: DeepSpeed would have to look for MPI.
+    """
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    if dist.is_initialized():
+        return
+    if not os.environ.get("RANK"):
+        raise AgreementError(
+            f"{agree.announced_ranks()} ranks were started without RANK in the environment, so they cannot agree; "
+            "call deepspeed.init_distributed() before this"
+        )
+    given = {name: call[name] for name in ("distributed_port", "dist_init_required") if name in call}
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), **given)
+
+
+def _data_parallel_ranks(mpu: Any) -> int | None:
+    """How many ranks share a parameter, where a model-parallel unit says so."""
+    size = getattr(mpu, "get_data_parallel_world_size", None)
+    return None if size is None else int(size())
 
 
 # -- the call -------------------------------------------------------------------------------------

@@ -254,6 +254,8 @@ class Settings(Record, frozen=True, kw_only=True):
     """How long measuring may take; "auto" is the probe plan's own budget."""
     max_pinned_bytes: int | Auto = "auto"
     """Bytes that this process may page-lock at most; 0 page-locks nothing."""
+    wait_seconds: float | Auto = "auto"
+    """How long a rank waits for the others before it decides; "auto" is 300."""
     strict: bool = False
     """True raises where a failure of ours would otherwise cost one warning."""
 
@@ -381,5 +383,6 @@ _CHECKS: dict[str, Callable[[object], Any]] = {
     "keep": _keys,
     "budget_seconds": _seconds,
     "max_pinned_bytes": _size(0),
+    "wait_seconds": _seconds,
     "strict": _flag,
 }

@@ -6,7 +6,9 @@
     │   └── PinError       page-locking failed or is not on offer
     ├── MeasurementError   a number that cannot be trusted: wrong bytes, a synchronize that waits for nothing
     ├── BudgetError        the time or memory budget is too small to measure anything
-    └── ProfileError       a stored profile that cannot be read, written or found
+    ├── ProfileError       a stored profile that cannot be read, written or found
+    └── AgreementError     ranks that did not come to one decision: none of them is tuned
+        └── UndecidedError it cannot be known what the others do; the one error that is never passed over
 
 Each message says what was found, what was expected and what to do.
 """
@@ -40,6 +42,14 @@ class BudgetError(AutotuneError):
 
 class ProfileError(AutotuneError):
     """A stored profile that cannot be read, written or found."""
+
+
+class AgreementError(AutotuneError):
+    """The ranks of a job did not come to one decision."""
+
+
+class UndecidedError(AgreementError):
+    """This rank cannot know whether the others use what was agreed, so it must not train."""
 
 
 def in_words(error: BaseException) -> str:

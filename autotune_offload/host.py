@@ -6,6 +6,7 @@ reads /proc or /sys takes `root`, the directory under which they lie.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import mmap
 import os
@@ -79,6 +80,15 @@ def facts(*, root: Path = _ROOT) -> HostFacts:
         page_bytes=mmap.PAGESIZE,
         wsl=_wsl(root),
     )
+
+
+def identity(*, root: Path = _ROOT) -> str:
+    """The same in all processes that share this host, another one elsewhere: by its boot and its name.
+
+    Containers with a name of their own are hosts of their own.
+    """
+    boot = _text(root / "proc/sys/kernel/random/boot_id").strip()
+    return hashlib.sha256(f"{boot} {platform.node()}".encode()).hexdigest()[:8]
 
 
 def software() -> Software:

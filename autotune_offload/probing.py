@@ -66,6 +66,7 @@ def probe(
     device: Device | None = None,
     progress: Progress | None = None,
     missed: Miss | None = None,
+    ranks_per_host: int = 1,
 ) -> Profile:
     """Measure this host, choose, and return the profile. Saves nothing.
 
@@ -78,6 +79,8 @@ def probe(
         device: None takes the accelerator that DeepSpeed chooses. One that is described brings its host along.
         progress: called with what is being measured and the fraction done.
         missed: what `lookup` said of the stored profile; a re-check's time is kept for the next start.
+        ranks_per_host: processes that call this at the same time on this host, so that each gets its share of
+            the memory, and the contention between them is in the times. Nothing here waits for another.
 
     Raises:
         ConfigError: a plan or a fixed setting that cannot be used.
@@ -102,7 +105,7 @@ def probe(
     limits = device.host_limits(cap) or host.limits(
         max_pinned_bytes=cap,
         pin_backend=device.identity.pin_backend,
-        ranks_per_host=host.ranks_here(workload.world_size, device.identity.count),
+        ranks_per_host=max(ranks_per_host, host.ranks_here(workload.world_size, device.identity.count)),
     )
     report, share = progress or _silent, loaded.measure_share
     memory_bytes = limits.available_bytes // _MEMORY_SHARE
@@ -163,6 +166,7 @@ def probe(
         elapsed_seconds=device.now() - started,
         warnings=decision.warnings,
         rechecked_seconds=missed.rechecked_seconds if missed is not None else None,
+        ranks_copying=ranks_per_host,
     )
 
 

@@ -379,6 +379,8 @@ class Profile(Record, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     rechecked_seconds: float | None = None
     """What a copy took at a start that led to this measurement (see `recheck`); later starts allow for it."""
+    ranks_copying: int = 1
+    """How many ranks of this host measured at the same time, each with its own device."""
 
 
 # -- what stands in the way -----------------------------------------------------------------------

@@ -334,15 +334,34 @@ def test_without_offload_nothing_is_measured(calls: Calls, probes: Probes, zero:
     assert "nothing is offloaded" in api.report(engine).notices[0]
 
 
-def test_several_ranks_are_left_alone_with_a_notice(
-    calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_several_ranks_that_cannot_agree_are_left_alone(
+    calls: Calls,
+    probes: Probes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    launcher: str,
 ) -> None:
-    """Ranks would have to agree first."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    """Without RANK no process group is made, and nobody assumes to be alone."""
+    monkeypatch.setenv(launcher, "2")
     config = copy.deepcopy(CONFIG)
     engine, *_ = api.initialize(model=MODEL, config=config)
     assert calls[0]["config"] is config and config == CONFIG and not probes
-    assert api.report(engine).notices[0].startswith("2 ranks: ")
+    assert "2 ranks were started without RANK" in api.report(engine).notices[0]
+    assert len(warnings(caplog)) == 1
+
+
+def test_tune_config_of_several_ranks_leaves_the_sizes(
+    probes: Probes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of a host measures, the next ones take its profile; other hosts may find other sizes."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        tuned = api.tune_config(copy.deepcopy(CONFIG), model=MODEL)["zero_optimization"]
+        assert tuned["offload_param"]["pin_memory"] is True
+        assert "reduce_bucket_size" not in tuned and tuned["sub_group_size"] == 1234
+    assert len(probes) == 1 and probes[0]["workload"].world_size == 2
 
 
 # -- stored profiles ------------------------------------------------------------------------------
@@ -553,5 +572,5 @@ def test_settings_cover_every_argument_of_the_block() -> None:
     """A field that is added is looked at here: does it steer the choice?"""
     assert {field.name for field in dataclasses.fields(Settings)} == {
         *("enabled", "path", "cast", "buffer_bytes", "buffer_count", "host_threads", "accumulate"),
-        *("keep", "budget_seconds", "max_pinned_bytes", "strict"),
+        *("keep", "budget_seconds", "max_pinned_bytes", "wait_seconds", "strict"),
     }

@@ -42,9 +42,10 @@ SURFACE = {
     "apply": ["CONFIG", "--cache", "--diff", "--json", "--output", "--profile", "-o"],
     "doctor": ["--cache", "--config", "--json"],
     "explain": ["PROFILE", "--cache", "--json"],
+    "fleet": ["DIR", "--json"],
     "probe": [
-        *("--accumulation-steps", "--budget", "--cache", "--dtype", "--json", "--max-pinned", "--model"),
-        *("--no-save", "--params", "--plan", "--refresh", "--world-size"),
+        *("--accumulation-steps", "--budget", "--cache", "--collect", "--dtype", "--json", "--max-pinned"),
+        *("--model", "--no-save", "--params", "--plan", "--refresh", "--world-size"),
     ],
     "profiles list": ["--cache", "--json"],
     "profiles path": ["--cache", "--json"],
@@ -145,7 +146,7 @@ def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.
 
 def written_as(each: click.Parameter) -> list[str]:
     """An option's spellings, or an argument's name as the help shows it."""
-    return [(each.name or "").upper()] if isinstance(each, click.Argument) else [*each.opts]
+    return [each.metavar or (each.name or "").upper()] if isinstance(each, click.Argument) else [*each.opts]
 
 
 # -- the surface ----------------------------------------------------------------------------------
@@ -242,6 +243,7 @@ def test_probe_measures_saves_and_prints(stub: ProbeStub, store: Store) -> None:
             "budget_seconds": None,
             "max_pinned_bytes": None,
             "missed": stub.stored,
+            "ranks_per_host": 1,
         }
     ]
     assert "no profile is stored here" in result.stderr
@@ -264,6 +266,7 @@ def test_probe_passes_its_options_on(stub: ProbeStub) -> None:
     assert result.exit_code == 0, result.stderr
     (call,) = stub.calls
     described = call.pop("workload")
+    assert call.pop("ranks_per_host") == 1
     assert call == {
         "plan": "quick",
         "budget_seconds": 2.5,

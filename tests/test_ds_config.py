@@ -224,6 +224,7 @@ def test_every_key_is_read() -> None:
         "keep": ["offload_param.pin_memory"],
         "budget_seconds": 2,
         "max_pinned_bytes": 1e9,
+        "wait_seconds": 60,
         "strict": True,
     }
     expected = written | {

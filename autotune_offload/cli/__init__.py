@@ -9,7 +9,7 @@ from __future__ import annotations
 import click
 
 import autotune_offload
-from autotune_offload.cli import apply, doctor, explain, probe, profiles, show, simulate, verify
+from autotune_offload.cli import apply, doctor, explain, fleet, probe, profiles, show, simulate, verify
 from autotune_offload.cli.outcome import Verbs
 from autotune_offload.cli.output import end_of_results
 
@@ -35,11 +35,14 @@ def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> 
     callback=_print_version,
     help="Show the version and exit.",
 )
+@click.option(
+    "--local_rank", "--local-rank", type=int, hidden=True, expose_value=False
+)  # DeepSpeed's launcher
 def cli() -> None:
     """Measure how fast this machine moves ZeRO-3 offload data, and set DeepSpeed up accordingly."""
 
 
-for _verb in (probe, show, explain, apply, verify, simulate, profiles, doctor):
+for _verb in (probe, show, explain, apply, verify, simulate, fleet, profiles, doctor):
     cli.add_command(_verb.command)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune_offload.cli import options
+from autotune_offload.cli import options, together
 from autotune_offload.cli.outcome import SAVED
 from autotune_offload.cli.output import console, emit_json, notice, stdout_set_aside
 from autotune_offload.cli.progress import Reporter
@@ -16,6 +16,7 @@ from autotune_offload.cli.stored import open_store
 
 if TYPE_CHECKING:
     from autotune_offload.ds_config import Settings
+    from autotune_offload.fleet import Survey
     from autotune_offload.records import Profile, Workload
     from autotune_offload.store import Miss, Store
 
@@ -30,6 +31,7 @@ class _Request:
     max_pinned_bytes: int | None
     refresh: bool
     save: bool
+    collect: Path | None
 
 
 @click.command("probe", short_help="Measure this host, choose, save the profile.")
@@ -49,6 +51,12 @@ class _Request:
 )
 @click.option("--refresh", is_flag=True, help="Measure again, even where a stored profile fits.")
 @click.option("--no-save", is_flag=True, help="Do not store what was measured.")
+@click.option(
+    "--collect",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Under a launcher: put every rank's profile here as well, for `fleet`.",
+)
 @options.cache_option
 @options.json_option
 def command(
@@ -63,16 +71,22 @@ def command(
     max_pinned: int | None,
     refresh: bool,
     no_save: bool,
+    collect: Path | None,
     cache: Path | None,
     as_json: bool,
 ) -> None:
     """Measure how this host moves offload data, choose, and save the profile.
 
-    Where a stored profile fits this environment and workload it is used; --refresh measures again.
+    Where a stored profile fits this environment and workload it is used; --refresh measures again. Started by a
+    launcher (`torchrun --nproc-per-node 8 -m autotune_offload probe`), all ranks of all hosts measure at once, and
+    the first one prints a table of all.
     """
     if params is not None and model is not None:
         raise click.UsageError("--params and --model both describe the model; give one of them")
     with stdout_set_aside():
+        launched = together.ranks()
+        if launched > 1 and world_size is None:
+            world_size = launched
         request = _Request(
             workload=options.workload(params, model, world_size, accumulation_steps, dtype),
             plan=plan,
@@ -80,9 +94,15 @@ def command(
             max_pinned_bytes=max_pinned,
             refresh=refresh,
             save=not no_save,
+            collect=collect,
         )
-        profile, path = _obtain(open_store(cache), request)
-    if as_json:
+        if launched > 1:
+            survey = _together(open_store(cache), request)
+        else:
+            profile, path = _obtain(open_store(cache), request)
+    if launched > 1:
+        together.show(survey, as_json=as_json)
+    elif as_json:
         from autotune_offload.records import to_plain
 
         emit_json(to_plain(profile))
@@ -130,7 +150,25 @@ def _settings(request: _Request) -> Settings:
     return Settings(max_pinned_bytes="auto" if request.max_pinned_bytes is None else request.max_pinned_bytes)
 
 
-def _measure(request: _Request, missed: Miss | None) -> Profile:
+def _together(store: Store, request: _Request) -> Survey | None:
+    from autotune_offload.probing import load_plan
+
+    found = None if request.refresh else _stored(store, request)
+    missed = None if isinstance(found, tuple) else found
+    if missed is not None:
+        notice(missed.reason)
+    plan = load_plan(request.plan or "standard", request.budget_seconds)
+    return together.probe_together(
+        store,
+        found[0] if isinstance(found, tuple) else None,
+        lambda ranks_per_host: _measure(request, missed, ranks_per_host),
+        measure_seconds=plan.budget_seconds,
+        save=request.save,
+        collect=request.collect,
+    )
+
+
+def _measure(request: _Request, missed: Miss | None, ranks_per_host: int = 1) -> Profile:
     from autotune_offload.probing import probe
 
     with Reporter("measuring this host") as progress:
@@ -141,6 +179,7 @@ def _measure(request: _Request, missed: Miss | None) -> Profile:
             max_pinned_bytes=request.max_pinned_bytes,
             progress=progress,
             missed=missed,
+            ranks_per_host=ranks_per_host,
         )
 
 

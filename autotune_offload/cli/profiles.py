@@ -25,9 +25,11 @@ def command() -> None:
 @options.cache_option
 @options.json_option
 def list_(*, cache: Path | None, as_json: bool) -> None:
-    """List the stored profiles, unreadable files too."""
+    """List the stored profiles, of a shared folder those of all hosts; unreadable files too."""
+    from autotune_offload.fleet import entries_below
+
     store = open_store(cache)
-    rows = [_row(entry) for entry in store.entries()]
+    rows = [_row(entry) for entry in entries_below(store.folder)]
     if as_json:
         emit_json({"folder": str(store.folder), "profiles": rows})
     elif rows:

@@ -1,0 +1,94 @@
+"""`autotune-offload probe` on every rank that a launcher started: one measurement, one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autotune_offload.cli.output import console, emit_json, notice
+
+if TYPE_CHECKING:
+    from autotune_offload.agree import Agreed, Agreement
+    from autotune_offload.fleet import Survey
+    from autotune_offload.records import Profile
+    from autotune_offload.store import Store
+
+
+def ranks() -> int:
+    """How many ranks the launcher started; 1 without one."""
+    from autotune_offload.agree import announced_ranks
+
+    return announced_ranks()
+
+
+def probe_together(
+    store: Store,
+    found: Profile | None,
+    measure: Callable[[int], Profile],
+    *,
+    measure_seconds: float,
+    save: bool,
+    collect: Path | None,
+) -> Survey | None:
+    """Agree, measure at once where a host has to, and store; the survey of all ranks on the first.
+
+    Raises:
+        AgreementError: the ranks did not find each other, or one could not measure.
+    """
+    from autotune_offload import agree
+    from autotune_offload.device import AcceleratorDevice
+    from autotune_offload.errors import AutotuneError
+
+    agreement = agree.Agreement(agree.launched_group(), "probe")
+    rank = agreement.group.rank
+    try:
+        agreed = agree.agree(
+            agreement,
+            found,
+            measure,
+            config={},
+            device=AcceleratorDevice().identity,
+            measure_seconds=measure_seconds,
+        )
+    except AutotuneError as error:
+        agreement.decline(f"rank {rank}: {error}")
+        raise
+    if save and agreed.keeper:
+        _saved(store, agreed)
+    if collect is not None:
+        from autotune_offload.store import Store
+
+        _saved(Store(collect / agreed.own.host.name / f"rank-{rank}"), agreed)
+    return _survey(agreement, agreed.own)
+
+
+def _saved(store: Store, agreed: Agreed) -> None:
+    from autotune_offload.errors import ProfileError
+
+    try:
+        store.save(agreed.own)
+    except ProfileError as error:  # what was measured is shown all the same
+        notice(f"not saved: {error}")
+
+
+def _survey(agreement: Agreement, own: Profile) -> Survey | None:
+    import msgspec
+
+    from autotune_offload.fleet import Member, member, survey
+
+    mine = msgspec.json.encode(member(own, rank=agreement.group.rank))
+    rows = agreement.rows(mine)
+    return survey([msgspec.json.decode(row, type=Member) for row in rows]) if rows else None
+
+
+def show(survey: Survey | None, *, as_json: bool) -> None:
+    """One table or one document, on the first rank."""
+    if survey is None:
+        return
+    from autotune_offload.cli.fleet import as_plain, print_survey
+
+    if as_json:
+        emit_json({"schema": 1, **as_plain(survey)})
+    else:
+        print_survey(console(), survey)
