@@ -207,6 +207,7 @@ class Agreement:
         calls = f"{_PREFIX}/{purpose}/calls/{group.rank}"
         self._home = f"{_PREFIX}/{purpose}/{bounded(lambda: group.store.add(calls, 1), 0.0)}"
         self._gatherings = 0
+        self._dead = False
 
     @property
     def margin_seconds(self) -> float:
@@ -289,9 +290,11 @@ class Agreement:
 
     def decline(self, reason: str) -> None:
         """Nothing is agreed, for no rank. Waits for nobody; without effect after "go"."""
+        if self._dead:  # the others find that out as well
+            return
         stop = _STOP + plain_text(reason)
         gates = ["verdict", *(f"{number}/complete" for number in (1, 2))]
-        with contextlib.suppress(AgreementError):  # a dead store stops the others as well
+        with contextlib.suppress(AgreementError):
             bounded(lambda: [self._once(gate, stop) for gate in gates], 0.0)
 
     @contextlib.contextmanager
@@ -299,6 +302,7 @@ class Agreement:
         try:
             yield
         except AgreementError as error:
+            self._dead = isinstance(error, (_DeadStoreError, UndecidedError))
             self.decline(str(error))
             raise
 
@@ -340,9 +344,13 @@ class _Gathering:
         return reply
 
     def _all_came(self) -> None:
-        gate = f"{self.home}/complete"
-        if not _arrived(self.store, gate, self._left(), self.group.world_size):
-            self.store.compare_set(gate, "", _STOP + self._missing())
+        gate, ranks = f"{self.home}/complete", self.group.world_size
+        if not _arrived(self.store, gate, self._left(), ranks):
+            # one host asks who is missing, or a thousand would ask for each of thousands of ranks
+            if self.store.add(f"{self.home}/late", 1) == 1:
+                self.store.compare_set(gate, "", _STOP + self._missing())
+            elif not _arrived(self.store, gate, _LEADERS_GRACE_SECONDS / 2, ranks):
+                self.store.compare_set(gate, "", f"{_STOP}not all ranks came within {self.seconds:g} s")
         found = self.store.compare_set(gate, "", _STOP).decode()
         if found != _GO:
             raise AgreementError(found.removeprefix(_STOP))

@@ -297,21 +297,22 @@ def _decided(config: dict[str, Any], asked: _Asked, agreement: Agreement | None)
         keep=settings.keep,
         carried=carry_path,
     )
-    if agreement is not None:
-        agreement.confirm(equal_keys.sizes_digest(tuned.config))
-    for notice in (*found.loud, *tuned.notices):
-        _warn(notice)
-    for change in tuned.changes:
-        _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
     report_ = Report(
         profile=profile,
         changes=tuned.changes,
         notices=(*found.loud, *found.notices, *tuned.notices, *profile.warnings),
         source=found.source,
     )
-    return _Decided(
+    decided = _Decided(
         config=tuned.config, report=report_, carry_path=carry_path, device=device, strict=settings.strict
     )
+    if agreement is not None:  # the last thing that may fail: from here on the others use it
+        agreement.confirm(equal_keys.sizes_digest(tuned.config))
+    for notice in (*found.loud, *tuned.notices):
+        _warn(notice)
+    for change in tuned.changes:
+        _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
+    return decided
 
 
 def _carried_out(engine: Any, decided: _Decided) -> Report:
