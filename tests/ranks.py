@@ -256,6 +256,7 @@ def _choose(*, reduce_bucket_elements: int, fresh: bool = True) -> None:
 
     def probe_and_choose(probe: Callable[..., Any], **how: Any) -> Any:
         profile = probe(**how)
+        seen.setdefault("measured_with", []).append(how["ranks_per_host"])
         return replace(
             profile,
             choice=replace(profile.choice, sizes=ZeroSizes(reduce_bucket_elements=reduce_bucket_elements)),
@@ -351,6 +352,7 @@ def run(name: str) -> dict[str, Any]:
     gc.collect()
     return {
         **result,
+        **seen,
         "scenario": name,
         "rank": rank(),
         "decided_seconds": decided[0],
