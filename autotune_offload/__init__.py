@@ -7,7 +7,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # type checkers read it as true; the typing module is half of the cost of this import
 if TYPE_CHECKING:
-    from autotune_offload.api import initialize, load_profile, report, tune_config
+    from autotune_offload.api import initialize, load_profile, report, tune_config, zero_init
     from autotune_offload.errors import (
         AutotuneError,
         BudgetError,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from autotune_offload.probing import probe
     from autotune_offload.records import Choice, Profile, Workload
+    from autotune_offload.wrapping import install, uninstall
 
     __version__: str
 
@@ -35,18 +36,24 @@ __all__ = [
     "Workload",
     "__version__",
     "initialize",
+    "install",
     "load_profile",
     "probe",
     "report",
     "tune_config",
+    "uninstall",
+    "zero_init",
 ]
 
 _HOME = {
     "initialize": "api",
+    "install": "wrapping",
     "load_profile": "api",
     "probe": "probing",
     "report": "api",
     "tune_config": "api",
+    "uninstall": "wrapping",
+    "zero_init": "api",
     "AutotuneError": "errors",
     "BudgetError": "errors",
     "ConfigError": "errors",

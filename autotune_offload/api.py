@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import logging
 import os
 import statistics
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,11 @@ from autotune_offload.device import AcceleratorDevice
 from autotune_offload.errors import AutotuneError, ConfigError, ProfileError
 from autotune_offload.interruption import cleaned_up
 from autotune_offload.probing import lookup, probe
-from autotune_offload.records import Change, Profile, Record, Workload
+from autotune_offload.records import Change, Choice, Profile, Record, Workload
 from autotune_offload.store import Miss, Store
+
+SWITCH = "AUTOTUNE_OFFLOAD"
+"""Environment variable: 0 switches everything off, for a run to compare with."""
 
 _SWITCHED_OFF = "switched off"
 _DOCTOR = "`autotune-offload doctor` tells what stands in the way on this host"
@@ -41,6 +47,8 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SL
 _log = logging.getLogger("autotune_offload")
 
 _reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+
+_at_work: ContextVar[bool] = ContextVar("autotune_offload.at_work", default=False)
 
 
 class Report(Record, frozen=True, kw_only=True):
@@ -128,16 +136,19 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
     """
     import deepspeed
 
-    call = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
+    rest, call = named(inspect.signature(deepspeed.initialize), args, kwargs)
     given = _configuration(call)
     if given is None:
-        return deepspeed.initialize(*args, **kwargs)
+        with working():
+            return deepspeed.initialize(*args, **kwargs)
     decided = _decided_or_not(given, call.get("model"), autotune, attaches=True)
-    if decided.config is None:
-        result = deepspeed.initialize(*args, **kwargs)
-    else:
-        _hand_over(call, decided.config)
-        result = deepspeed.initialize(**call)
+    config = ds_config.accepted(given) if decided.config is None else decided.config
+    with working():
+        if config is given:
+            result = deepspeed.initialize(*args, **kwargs)
+        else:
+            _hand_over(call, config)
+            result = deepspeed.initialize(*rest, **call)
     carried = _carried_out(result[0], decided)
     with contextlib.suppress(TypeError):  # an engine that takes no weak reference has no report
         _reports[result[0]] = carried
@@ -171,6 +182,27 @@ def tune_config(
     for notice in decided.report.notices:
         _log.info("%s", notice)
     return given if decided.config is None else decided.config
+
+
+def zero_init(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **kwargs: Any) -> Any:
+    """`deepspeed.zero.Init` with the ``pin_memory`` chosen for this machine.
+
+    Parameters are laid out in host memory while the model is built, so that what `initialize` decides
+    about ``offload_param.pin_memory`` comes too late for them.
+
+    Args:
+        *args: as for `deepspeed.zero.Init`.
+        autotune: as for `initialize`.
+        **kwargs: as for `deepspeed.zero.Init`. The configuration is not changed.
+
+    Returns:
+        The context, as DeepSpeed made it.
+    """
+    import deepspeed
+
+    rest, call = tuned_zero_init(inspect.signature(deepspeed.zero.Init), args, kwargs, autotune)
+    with working():
+        return deepspeed.zero.Init(*rest, **call)
 
 
 def load_profile(path: str | Path | None = None) -> Profile:
@@ -219,16 +251,20 @@ def _decided_or_not(
     workload: Workload | None = None,
     *,
     attaches: bool,
+    says: bool = True,
 ) -> _Decided:
-    """Decide; whatever fails in that leaves the user's configuration as it is."""
-    if autotune is False:
+    """Decide; whatever fails in that leaves the user's configuration as it is.
+
+    With `says` off there is no word of what comes out, since the same will be said at another call.
+    """
+    if autotune is False or os.environ.get(SWITCH) == "0":
         return _Decided(config=None, report=Report(profile=None, notices=(_SWITCHED_OFF,)))
     strict = isinstance(autotune, Mapping) and bool(autotune.get("strict"))
     try:
         config = ds_config.read(given)
         block = config.get(ds_config.BLOCK)
         strict = strict or (isinstance(block, Mapping) and block.get("strict") is True)
-        return _decided(config, model, autotune, workload, attaches=attaches)
+        return _decided(config, model, autotune, workload, attaches=attaches, says=says)
     except Exception as error:  # fail open: whatever it is, the user's run starts
         if strict:
             raise
@@ -255,11 +291,12 @@ def _decided(
     workload: Workload | None,
     *,
     attaches: bool,
+    says: bool,
 ) -> _Decided:
     settings = ds_config.settings(_with_overrides(config, autotune))
     why_not = _why_not(config, settings)
     if why_not is not None:
-        if settings.enabled:
+        if settings.enabled and says:
             _warn(f"not tuned: {why_not}")
         return _Decided(config=None, report=Report(profile=None, notices=(why_not,)))
     if workload is None and model is not None:
@@ -274,26 +311,33 @@ def _decided(
         and settings.path != "deepspeed"
         and profile.choice.beats_deepspeed
     )
+    choice, too_late = _as_laid_out(profile.choice, config, model, device)
     tuned = zero3.tune(
         config,
-        profile.choice,
+        choice,
         version=host.software().deepspeed,
         keep=settings.keep,
+        filled=_filled_by_trainer(config),
         carried=carry_path,
     )
-    for notice in tuned.notices:
-        _warn(notice)
-    for change in tuned.changes:
-        _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
+    if says:
+        _say(([too_late] if too_late else []) + list(tuned.notices), tuned.changes)
     report_ = Report(
         profile=profile,
         changes=tuned.changes,
-        notices=(*notices, *tuned.notices, *profile.warnings),
+        notices=(*notices, *([too_late] if too_late else []), *tuned.notices, *profile.warnings),
         source=source,
     )
     return _Decided(
         config=tuned.config, report=report_, carry_path=carry_path, device=device, strict=settings.strict
     )
+
+
+def _say(notices: Iterable[str], changes: Iterable[Change]) -> None:
+    for notice in notices:
+        _warn(notice)
+    for change in changes:
+        _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
 
 
 def _carried_out(engine: Any, decided: _Decided) -> Report:
@@ -403,23 +447,128 @@ def _rank() -> int:
 # -- the call -------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def working() -> Iterator[None]:
+    """DeepSpeed is called from here: what it calls in turn has been decided already."""
+    token = _at_work.set(True)
+    try:
+        yield
+    finally:
+        _at_work.reset(token)
+
+
+def at_work() -> bool:
+    """Whether this is inside a call that was decided here."""
+    return _at_work.get()
+
+
+def named(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, by name as far as `signature` tells; the rest stays positional.
+
+    Somebody else's wrapper may take ``*args, **kwargs`` and say no more.
+    """
+    open_ended = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values())
+    if open_ended:
+        return args, dict(kwargs)
+    return (), dict(signature.bind_partial(*args, **kwargs).arguments)
+
+
+def tuned_zero_init(
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autotune: Mapping[str, Any] | bool | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a `zero.Init` as in `named`, its configuration tuned where it has one that acts."""
+    rest, call = named(signature, args, kwargs)
+    given = call.get("config") if call.get("config") is not None else call.get("config_dict_or_path")
+    if given is None or not call.get("enabled", True):
+        return rest, call
+    decided = _decided_or_not(given, call.get("module"), autotune, attaches=True, says=False)
+    call.pop("config", None)
+    call["config_dict_or_path"] = ds_config.accepted(given) if decided.config is None else decided.config
+    return rest, call
+
+
+_IN_ARGS = ("deepspeed_config", "deepscale_config")
+
+
 def _configuration(call: Mapping[str, Any]) -> object:
-    """The configuration by DeepSpeed's own order: config, config_params, args.deepspeed_config."""
-    for name in ("config", "config_params"):
-        if call.get(name) is not None:
-            return call[name]
-    return getattr(call.get("args"), "deepspeed_config", None)
+    """The configuration by DeepSpeed's own order: config, config_params, then that of `args`."""
+    given = (call.get("config"), call.get("config_params"), *_in_args(call).values())
+    return next((each for each in given if each is not None), None)
 
 
-def _hand_over(call: dict[str, Any], tuned: dict[str, Any]) -> None:
-    """Put the tuned configuration where DeepSpeed reads it first, and take the others out."""
-    in_args = getattr(call.get("args"), "deepspeed_config", None)
+def _in_args(call: Mapping[str, Any]) -> dict[str, Any]:
+    held: dict[str, Any] = {name: getattr(call.get("args"), name, None) for name in _IN_ARGS}
+    return {name: value for name, value in held.items() if value is not None}
+
+
+def _hand_over(call: dict[str, Any], tuned: object) -> None:
+    """Put the tuned configuration where DeepSpeed reads it first, and take the others out.
+
+    What is given in two places stays there, for DeepSpeed to refuse.
+    """
+    in_args = _in_args(call)
     given_directly = call.get("config") is not None or call.get("config_params") is not None
-    if in_args is not None and not given_directly:
+    if len(in_args) == 1 and not given_directly:
         call["args"] = copy.copy(call["args"])
-        call["args"].deepspeed_config = None
+        for name in in_args:
+            setattr(call["args"], name, None)
     call["config"] = tuned
     call.pop("config_params", None)
+
+
+def _filled_by_trainer(config: Mapping[str, Any]) -> frozenset[str]:
+    """Keys of ``zero_optimization`` that the user left "auto" and the Hugging Face Trainer made numbers.
+
+    The configuration that transformers holds for `from_pretrained` still says "auto" then
+    (`transformers.integrations.deepspeed.deepspeed_config`). It counts only where all else is the same.
+    """
+    integration = sys.modules.get("transformers.integrations.deepspeed")
+    held: Mapping[str, Any] | None = getattr(integration, "deepspeed_config", dict)()
+    written, filled = (held or {}).get(zero3.ZERO), config.get(zero3.ZERO)
+    if not isinstance(written, Mapping) or not isinstance(filled, Mapping):
+        return frozenset()
+    autos = {name for name, value in written.items() if value == "auto"}
+    same = all(filled.get(name) == value for name, value in written.items() if name not in autos)
+    return frozenset(autos) if same else frozenset()
+
+
+_LOOKED_AT = 16
+"""Partitions that are asked whether they are page-locked: `zero.Init` treats all alike."""
+
+
+def _as_laid_out(
+    choice: Choice, config: Mapping[str, Any], model: Any, device: AcceleratorDevice
+) -> tuple[Choice, str | None]:
+    """The choice as far as it can still be had for parameters that `zero.Init` has partitioned already.
+
+    Returns it with a notice where they lie otherwise than was chosen.
+    """
+    pinned = _partitions_pinned(model, device) if zero3.offloads_parameters(config) else None
+    if pinned is None or pinned is choice.pin_parameters:
+        return choice, None
+    memory = "page-locked" if pinned else "pageable"
+    notice = (
+        f"the parameters were partitioned before this, by zero.Init, in {memory} memory and stay there: "
+        f"offload_param.pin_memory {_shown(choice.pin_parameters)} comes too late for them. Build the model "
+        "under autotune_offload.zero_init(...), or give zero.Init what autotune_offload.tune_config returns"
+    )
+    reasons = (f"offload_param lies in {memory} memory since zero.Init", *choice.reasons)
+    unsettled = tuple(name for name in choice.unsettled_pins if name != "pin_parameters")
+    return replace(choice, pin_parameters=pinned, unsettled_pins=unsettled, reasons=reasons), notice
+
+
+def _partitions_pinned(model: Any, device: AcceleratorDevice) -> bool | None:
+    """Whether partitions on the host are page-locked; None where `zero.Init` has not made any."""
+    parameters: Iterable[Any] = getattr(model, "parameters", tuple)()
+    partitions = (getattr(parameter, "ds_tensor", None) for parameter in parameters)
+    on_host = (each for each in partitions if each is not None and each.device.type == "cpu" and each.numel())
+    looked_at = [device.is_pinned(each) for each in itertools.islice(on_host, _LOOKED_AT)]
+    return any(looked_at) if looked_at else None
 
 
 def _really_pinned(engine: Any) -> dict[str, int]:

@@ -73,6 +73,20 @@ def read(source: object) -> dict[str, Any]:
     raise ConfigError(f"a DeepSpeed configuration cannot be a {type(source).__name__}; pass {_FORMS}")
 
 
+def accepted(source: object) -> object:
+    """`source` itself where DeepSpeed takes its form, else what it stands for as a plain dict.
+
+    What cannot be read is `source` itself too, so that DeepSpeed's own error reaches the user.
+    """
+    text = isinstance(source, str) and not source.lstrip("\ufeff \t\r\n").startswith("{")
+    if text or isinstance(source, dict):
+        return source
+    try:
+        return read(source)
+    except ConfigError:
+        return source
+
+
 def plain(value: Any) -> Any:
     """A deep copy with every mapping as a dict; leaves, an infinity included, stay the objects they are."""
     if isinstance(value, Mapping):

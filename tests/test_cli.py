@@ -50,6 +50,7 @@ SURFACE = {
     "profiles path": ["--cache", "--json"],
     "profiles prune": ["--all", "--broken", "--cache", "--json", "--older-than", "--yes"],
     "profiles show": ["PROFILE", "--cache", "--json"],
+    "run": ["COMMAND", "--environment", "--json"],
     "show": ["PROFILE", "--cache", "--json"],
     "simulate": [
         *("MACHINE", "--accumulation-steps", "--all", "--budget", "--dtype", "--from-profile", "--json"),

@@ -51,8 +51,10 @@ FLOORS = {
     "self_report": 5,
     "checks": 6,
     "api": 6,
+    "wrapping": 6,
     "verify": 6,
     "doctor": 6,
+    "hook": 7,
     "cli": 7,
     "__main__": 7,
 }
@@ -72,6 +74,7 @@ NEIGHBOURS = {
     "doctor": {"checks"},
     "probing": {"environment", "recheck"},
     "selfcheck": {"stage3"},
+    "wrapping": {"api"},
     "cli": {"cli"},
     "__main__": {"cli"},
 }
