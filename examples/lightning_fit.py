@@ -22,14 +22,14 @@ import autotune_offload
 ON_CUDA = torch.cuda.is_available()
 
 
-class Net(lightning.LightningModule):
+class Net(lightning.LightningModule):  # type: ignore[misc]  # lightning's types are not read
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         (x,) = batch
-        loss = (self.layers(x) - x.roll(1, dims=1)).float().square().mean()
+        loss: Tensor = (self.layers(x) - x.roll(1, dims=1)).float().square().mean()
         self.print(f"step {index + 1:2d}   loss {loss.item():.9g}")
         return loss
 
@@ -37,7 +37,7 @@ class Net(lightning.LightningModule):
         """The optimizer is in ds_config.json."""
 
 
-class DeepSpeedStrategy(strategies.DeepSpeedStrategy):
+class DeepSpeedStrategy(strategies.DeepSpeedStrategy):  # type: ignore[misc]  # the same
     """Lightning's own, on the CPU too: it refuses every device but CUDA, though DeepSpeed has others."""
 
     @property

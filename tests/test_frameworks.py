@@ -9,13 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-for _framework in ("transformers", "accelerate", "lightning"):
-    pytest.importorskip(_framework, reason='install the extra "frameworks"')
 
 from tests.prepared import CHOICE
 
@@ -23,7 +21,11 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 EXAMPLES = CHECKOUT / "examples"
 SCRIPTS = Path(__file__).parent / "scripts"
 
-pytestmark = pytest.mark.slow
+_missing = [name for name in ("transformers", "accelerate", "lightning") if not find_spec(name)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(_missing), reason=f'{", ".join(_missing)}: install the extra "frameworks"'),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

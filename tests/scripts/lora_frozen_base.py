@@ -56,7 +56,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Classifier()
     trainable = [p for p in model.parameters() if p.requires_grad]
-    engine, optimizer, _, _ = initialize(model=model, model_parameters=trainable, config=CONFIG)
+    engine, _, _, _ = initialize(model=model, model_parameters=trainable, config=CONFIG)
 
     torch.manual_seed(engine.global_rank)
     x, y = torch.randn(2, 64, dtype=torch.bfloat16), torch.tensor([3, 7])
