@@ -11,7 +11,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotune_offload import api
@@ -25,6 +25,8 @@ class _Installed:
 
     active: bool = False
     autotune: Mapping[str, Any] | None = None
+    places: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+    """Holder, name, DeepSpeed's own, ours."""
 
 
 _installed = _Installed()
@@ -50,26 +52,25 @@ def install(*, autotune: Mapping[str, Any] | None = None) -> None:
                 "call install() before that import",
                 module,
             )
-        deepspeed.initialize = _initialize_around(deepspeed.initialize)
-        init = deepspeed.zero.Init
-        init.__init__ = _constructor_around(init.__init__)
+        _put(deepspeed, "initialize", _initialize_around)
+        _put(deepspeed.zero.Init, "__init__", _constructor_around)
         _installed.active = True
 
 
 def uninstall() -> None:
     """Give DeepSpeed its own functions back. Engines that were tuned stay so."""
-    if not _installed.active:
-        return
-    import deepspeed
-
     _installed.active = False
-    for holder, name in ((deepspeed, "initialize"), (deepspeed.zero.Init, "__init__")):
-        stock = getattr(getattr(holder, name), _STOCK, None)
-        if stock is not None:  # else somebody wrapped it again, around a wrapper that now does nothing
+    while _installed.places:
+        holder, name, stock, ours = _installed.places.pop()
+        if getattr(holder, name) is ours:  # else somebody wrapped it again, around one that now does nothing
             setattr(holder, name, stock)
 
 
-_STOCK = "_autotune_offload_stock"
+def _put(holder: Any, name: str, around: Callable[[Any], Any]) -> None:
+    stock = getattr(holder, name)
+    ours = around(stock)
+    setattr(holder, name, ours)
+    _installed.places.append((holder, name, stock, ours))
 
 
 def _initialize_around(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +82,6 @@ def _initialize_around(stock: Callable[..., Any]) -> Callable[..., Any]:
         _log.info("%s", api.report(result[0]).text())
         return result
 
-    setattr(initialize, _STOCK, stock)
     return initialize
 
 
@@ -98,7 +98,6 @@ def _constructor_around(stock: Callable[..., None]) -> Callable[..., None]:
         with api.working():
             stock(self, *rest, **call)
 
-    setattr(__init__, _STOCK, stock)
     return __init__
 
 
