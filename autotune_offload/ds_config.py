@@ -98,6 +98,26 @@ def plain(value: Any) -> Any:
     return value
 
 
+class Written(float):
+    """Stands for a number with a point or an exponent, as it is spelt: hjson makes 5e8 and 1.0 whole numbers.
+
+    As a float it is a fraction, which hjson leaves alone.
+    """
+
+    text: str
+
+    def __new__(cls, text: str) -> Written:  # noqa: D102
+        written = super().__new__(cls, 0.5)
+        written.text = text
+        return written
+
+
+def spelt(text: str) -> dict[str, Any]:
+    """What a readable configuration text holds, with each such number as a `Written`."""
+    parsed = hjson.loads(text, parse_float=Written)
+    return _plain_dict(parsed) if isinstance(parsed, Mapping) else {}
+
+
 def _plain_dict(mapping: Mapping[Any, Any]) -> dict[str, Any]:
     return {key: plain(value) for key, value in mapping.items()}
 
