@@ -102,6 +102,7 @@ def run_rank(job: dict[str, Any], rank: int, port: int) -> int:
         use_choice()
     sys.argv = [job["script"], *job.get("arguments", [])]
     sys.path[0] = str(Path(job["script"]).parent)
+    os.chdir(sys.path[0])
     code = 0
     try:
         runpy.run_path(job["script"], run_name="__main__")

@@ -787,7 +787,11 @@ def test_apply_leaves_every_number_as_the_user_spelt_it(stub: ProbeStub, tmp_pat
     file = tmp_path / "ds.json"
     before = """{
   "gradient_clipping": 1.0,
-  "betas": [0.9, 9.50e-1, 2],
+  "betas": [
+    0.9,
+    9.50e-1,
+    2
+  ],
   "zero_optimization": {
     "stage": 3,
     "sub_group_size": 1E+9,
@@ -803,10 +807,7 @@ def test_apply_leaves_every_number_as_the_user_spelt_it(stub: ProbeStub, tmp_pat
 """
     file.write_text(before)
     result = run("apply", str(file))
-    assert json.loads(result.stdout) == json.loads(before)
-    assert re.sub(r"\[[^]]*\]", lambda items: "".join(items[0].split()), result.stdout) == before.replace(
-        ", ", ","
-    )
+    assert result.stdout == before
 
 
 def test_apply_without_a_profile_says_what_to_run(stub: ProbeStub, ds_config: Path) -> None:

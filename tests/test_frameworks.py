@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -39,8 +40,7 @@ class Run:
     @property
     def losses(self) -> list[list[tuple[int, str]]]:
         """Step and loss with all its digits, for each rank."""
-        found = [re.findall(r"step +(\d+) +loss (\S+)", log) for log in self.logs]
-        return [[(int(step), loss) for step, loss in each] for each in found]
+        return [losses(log) for log in self.logs]
 
     def of(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
         """What the engines or the `zero.Init` contexts of one rank were given."""
@@ -48,6 +48,40 @@ class Run:
 
 
 Start = Callable[..., Run]
+
+
+def losses(output: str) -> list[tuple[int, str]]:
+    """Step and loss with all its digits, as the scripts print them."""
+    return [(int(step), loss) for step, loss in re.findall(r"step +(\d+) +loss (\S+)", output)]
+
+
+RUN = (sys.executable, "-m", "autotune_offload", "run", "--")
+
+
+def run_unchanged(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command below `autotune-offload run`, which must end well and say what was chosen."""
+    kept = {name: value for name, value in os.environ.items() if name not in {*ONE_RANK, "AUTOTUNE_OFFLOAD"}}
+    done = subprocess.run(
+        [*RUN, *command],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def free_port() -> str:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +218,48 @@ def test_a_second_train_ends_as_it_does_without_us(start: Start) -> None:
     assert said[0] == said[1] and len(said[0]) == 1
 
 
+# -- stand-alone scripts, unchanged ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("lora_frozen_base", ["--steps", "3"]),
+        ("checkpointing_accumulation", ["--deepspeed_config", "ds_accumulation.json"]),
+        ("from_pretrained", []),
+    ],
+)
+def test_a_stand_alone_script_is_tuned_unchanged(start: Start, name: str, arguments: list[str]) -> None:
+    """What was chosen is on stderr, and no loss differs by a bit from those of the plain run."""
+    plain = stock(start, SCRIPTS / f"{name}.py", *arguments)
+    command = [f"{name}.py", *arguments]
+    ours = run_unchanged(*command, cwd=SCRIPTS, **ONE_RANK, MASTER_PORT=free_port())
+    assert "autotune-offload: path " in ours.stderr
+    assert re.search(r"zero_optimization\.offload_optimizer\.pin_memory: (absent|true) -> false", ours.stderr)
+    assert losses(ours.stdout) == plain.losses[0] != []
+
+
+def test_two_ranks_under_a_launcher_train_as_without_us(start: Start) -> None:
+    """Each rank's process is tuned below the launcher; they end, with the losses of an untuned run."""
+    plain = stock(start, SCRIPTS / "lora_frozen_base.py", "--steps", "3", ranks=2)
+    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", free_port()]
+    ours = run_unchanged(*launcher, "lora_frozen_base.py", "--steps", "3", cwd=SCRIPTS)
+    by_rank = [re.findall(rf"rank {rank} (step .*)", ours.stdout) for rank in (0, 1)]
+    assert [losses("\n".join(lines)) for lines in by_rank] == plain.losses
+    assert len(plain.losses[0]) == 3
+
+
+def test_accelerate_launch_is_tuned_from_the_outside(start: Start) -> None:
+    """The example's command, as its script says it; the configuration comes from the launcher's file."""
+    script = EXAMPLES / "accelerate_launch" / "train.py"
+    plain = stock(start, script, environment=ACCELERATE_LAUNCH)
+    (line,) = re.findall(r"^ +autotune-offload run -- (.+)$", script.read_text(), re.MULTILINE)
+    ours = run_unchanged(*line.split(), cwd=script.parent)
+    assert "autotune-offload: path " in ours.stderr
+    assert losses(ours.stdout) == plain.losses[0]
+    assert len(plain.losses[0]) == 10 and float(plain.losses[0][-1][1]) < float(plain.losses[0][0][1])
+
+
 # -- two ranks ------------------------------------------------------------------------------------
 
 
@@ -191,7 +267,6 @@ def test_a_second_train_ends_as_it_does_without_us(start: Start) -> None:
     ("script", "arguments"),
     [
         (EXAMPLES / "raw.py", ()),
-        (EXAMPLES / "zero_init.py", ()),
         (SCRIPTS / "hf_arguments.py", ("install",)),
     ],
     ids=lambda value: value.stem if isinstance(value, Path) else "",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 from autotune_offload.cli.run import HOOK
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-SCRIPTS = Path(__file__).parent / "scripts"
 RUN = (sys.executable, "-m", "autotune_offload", "run")
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -33,16 +30,11 @@ def done(*command: str | Path, cwd: Path | None = None, **changes: str) -> subpr
         [str(word) for word in command],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=False,
         cwd=cwd,
         env=environment(**changes),
     )
-
-
-def losses(output: str) -> list[tuple[str, ...]]:
-    """Rank, step and loss with all its digits, in order."""
-    return sorted(re.findall(r"rank (\d+) step (\d+) loss (\S+)", output))
 
 
 ECHO = """
@@ -166,61 +158,3 @@ def test_where_our_package_is_missing_the_script_runs_with_a_warning(tmp_path: P
     assert ended.stdout == "stock\n", ended.stderr
     assert "autotune-offload: not tuned, ModuleNotFoundError" in ended.stderr
     assert f"is it installed for {sys.executable}?" in ended.stderr
-
-
-# -- stand-alone scripts, unchanged -----------------------------------------------------------------
-
-
-def _port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("lora_frozen_base", []),
-        ("checkpointing_accumulation", ["--deepspeed_config", "ds_accumulation.json"]),
-        ("from_pretrained", []),
-    ],
-)
-def test_a_stand_alone_script_is_tuned_unchanged(name: str, arguments: list[str]) -> None:
-    """What was chosen is on stderr, and no loss differs by a bit from those of the plain run."""
-    if name == "from_pretrained":
-        pytest.importorskip("transformers")
-    script = [f"{name}.py", *arguments]
-    plain = done(sys.executable, *script, cwd=SCRIPTS, **RANK, MASTER_PORT=_port())
-    ours = done(*RUN, "--", *script, cwd=SCRIPTS, **RANK, MASTER_PORT=_port())
-    assert (ours.returncode, plain.returncode) == (0, 0), ours.stderr[-3000:] + plain.stderr[-3000:]
-    assert "autotune-offload: path " in ours.stderr
-    assert re.search(r"zero_optimization\.offload_optimizer\.pin_memory: (absent|true) -> false", ours.stderr)
-    assert losses(ours.stdout) == losses(plain.stdout) != []
-
-
-@pytest.mark.slow
-def test_two_ranks_under_a_launcher_train_as_without_us() -> None:
-    """Each rank's process is tuned below the launcher; they end, with the losses of an untuned run."""
-    script = ["lora_frozen_base.py", "--steps", "3"]
-    tuned = ["deepspeed", "--num_gpus", "2", "--master_port", _port()]
-    plain = ["torchrun", "--nproc-per-node", "2", "--master-port", _port()]
-    ours = done(*RUN, "--", *tuned, *script, cwd=SCRIPTS)
-    theirs = done(*RUN, "--", *plain, *script, cwd=SCRIPTS, AUTOTUNE_OFFLOAD="0")
-    assert (ours.returncode, theirs.returncode) == (0, 0), ours.stdout[-3000:] + theirs.stderr[-3000:]
-    assert losses(ours.stdout) == losses(theirs.stdout)
-    assert len(losses(ours.stdout)) == 6
-
-
-@pytest.mark.slow
-def test_accelerate_launch_is_tuned_from_the_outside() -> None:
-    """The example's command, as its script says it; the configuration comes from the launcher's file."""
-    pytest.importorskip("accelerate")
-    folder = CHECKOUT / "examples" / "accelerate_launch"
-    source = (folder / "train.py").read_text()
-    (line,) = re.findall(r"^ +autotune-offload run -- (.+)$", source, re.MULTILINE)
-    ours = done(*RUN, "--", *line.split(), cwd=folder)
-    assert ours.returncode == 0, ours.stderr[-3000:]
-    assert "autotune-offload: path " in ours.stderr
-    found = re.findall(r"step +\d+ +loss (\S+)", ours.stdout)
-    assert len(found) == 10 and float(found[-1]) < float(found[0])
