@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch numpy ninja setuptools wheel hatchling
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable '.[dev]'
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable '.[dev,frameworks]'
 	@touch $@
 
 demo: $(STAMP)  ## probe this machine, then train a small GPT with what was chosen

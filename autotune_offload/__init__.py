@@ -7,7 +7,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # type checkers read it as true; the typing module is half of the cost of this import
 if TYPE_CHECKING:
-    from autotune_offload.api import initialize, load_profile, report, tune_config
+    from autotune_offload.api import initialize, load_profile, report, tune_config, zero_init
     from autotune_offload.errors import (
         AgreementError,
         AutotuneError,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from autotune_offload.probing import probe
     from autotune_offload.records import Choice, Profile, Workload
+    from autotune_offload.wrapping import install, uninstall
 
     __version__: str
 
@@ -39,19 +40,25 @@ __all__ = [
     "Workload",
     "__version__",
     "initialize",
+    "install",
     "load_profile",
     "probe",
     "report",
     "tune_config",
+    "uninstall",
+    "zero_init",
 ]
 
 _HOME = {
     "initialize": "api",
+    "install": "wrapping",
     "load_profile": "api",
     "probe": "probing",
     "report": "api",
     "tune_config": "api",
     "AgreementError": "errors",
+    "uninstall": "wrapping",
+    "zero_init": "api",
     "AutotuneError": "errors",
     "BudgetError": "errors",
     "ConfigError": "errors",

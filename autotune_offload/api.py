@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import logging
 import os
 import statistics
+import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,11 @@ from autotune_offload.device import AcceleratorDevice
 from autotune_offload.errors import AgreementError, AutotuneError, ProfileError, UndecidedError
 from autotune_offload.interruption import cleaned_up
 from autotune_offload.probing import load_plan, lookup, probe
-from autotune_offload.records import Change, Profile, Record, Workload, ZeroSizes
+from autotune_offload.records import Change, Choice, Profile, Record, Workload, ZeroSizes
 from autotune_offload.store import Miss, Store
+
+SWITCH = "AUTOTUNE_OFFLOAD"
+"""Environment variable: 0 switches everything off, for a run to compare with."""
 
 _SWITCHED_OFF = "switched off"
 _DOCTOR = "`autotune-offload doctor` tells what stands in the way on this host"
@@ -39,6 +45,8 @@ _FORESEEN = (AutotuneError, OSError, MemoryError)
 _log = logging.getLogger("autotune_offload")
 
 _reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+
+_at_work: ContextVar[bool] = ContextVar("autotune_offload.at_work", default=False)
 
 
 class Report(Record, frozen=True, kw_only=True):
@@ -130,10 +138,11 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
     """
     import deepspeed
 
-    call = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
+    rest, call = named(inspect.signature(deepspeed.initialize), args, kwargs)
     given = _configuration(call)
     if given is None:
-        return deepspeed.initialize(*args, **kwargs)
+        with working():
+            return deepspeed.initialize(*args, **kwargs)
     asked = _Asked(
         model=call.get("model"),
         autotune=autotune,
@@ -142,11 +151,13 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
         data_parallel_ranks=_data_parallel_ranks(call.get("mpu")),
     )
     decided = _decided_or_not(given, asked)
-    if decided.config is None:
-        result = deepspeed.initialize(*args, **kwargs)
-    else:
-        _hand_over(call, decided.config)
-        result = deepspeed.initialize(**call)
+    config = ds_config.accepted(given) if decided.config is None else decided.config
+    with working():
+        if config is given:
+            result = deepspeed.initialize(*args, **kwargs)
+        else:
+            _hand_over(call, config)
+            result = deepspeed.initialize(*rest, **call)
     carried = _carried_out(result[0], decided)
     with contextlib.suppress(TypeError):  # an engine that takes no weak reference has no report
         _reports[result[0]] = carried
@@ -181,6 +192,27 @@ def tune_config(
     for notice in decided.report.notices:
         _log.info("%s", notice)
     return given if decided.config is None else decided.config
+
+
+def zero_init(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **kwargs: Any) -> Any:
+    """`deepspeed.zero.Init` with the ``pin_memory`` chosen for this machine.
+
+    Parameters are laid out in host memory while the model is built, so that what `initialize` decides
+    about ``offload_param.pin_memory`` comes too late for them.
+
+    Args:
+        *args: as for `deepspeed.zero.Init`.
+        autotune: as for `initialize`.
+        **kwargs: as for `deepspeed.zero.Init`. The configuration is not changed.
+
+    Returns:
+        The context, as DeepSpeed made it.
+    """
+    import deepspeed
+
+    rest, call = tuned_zero_init(inspect.signature(deepspeed.zero.Init), args, kwargs, autotune)
+    with working():
+        return deepspeed.zero.Init(*rest, **call)
 
 
 def load_profile(path: str | Path | None = None) -> Profile:
@@ -229,6 +261,8 @@ class _Asked(Record, frozen=True, kw_only=True):
     autotune: Mapping[str, Any] | bool | None = None
     workload: Workload | None = None
     attaches: bool = False
+    says: bool = True
+    """Off where the same will be said at another call."""
     group_is_made_by: Callable[[], object] | None = None
     """Makes the process group where there is none yet; None leaves that to others, later."""
     data_parallel_ranks: int | None = None
@@ -238,7 +272,7 @@ class _Asked(Record, frozen=True, kw_only=True):
 def _decided_or_not(given: object, asked: _Asked) -> _Decided:
     """Decide; whatever fails in that leaves the user's configuration as it is, on all ranks."""
     autotune = asked.autotune
-    if autotune is False:
+    if autotune is False or os.environ.get(SWITCH) == "0":
         _decline_unasked(given, asked)
         return _Decided(config=None, report=Report(profile=None, notices=(_SWITCHED_OFF,)))
     strict = isinstance(autotune, Mapping) and bool(autotune.get("strict"))
@@ -278,7 +312,7 @@ def _decided(config: dict[str, Any], asked: _Asked, agreement: Agreement | None)
     if why_not is not None:
         if agreement is not None:
             agreement.decline(f"rank {agreement.group.rank}: {why_not}")
-        if settings.enabled:
+        if settings.enabled and asked.says:
             _warn(f"not tuned: {why_not}")
         return _Decided(config=None, report=Report(profile=None, notices=(why_not,)))
     device = AcceleratorDevice()
@@ -290,17 +324,19 @@ def _decided(config: dict[str, Any], asked: _Asked, agreement: Agreement | None)
         and settings.path != "deepspeed"
         and profile.choice.beats_deepspeed
     )
+    choice, too_late = _as_laid_out(profile.choice, config, asked.model, device)
     tuned = zero3.tune(
         found.config,
-        profile.choice,
+        choice,
         version=host.software().deepspeed,
         keep=settings.keep,
+        filled=_filled_by_trainer(config),
         carried=carry_path,
     )
     report_ = Report(
         profile=profile,
         changes=tuned.changes,
-        notices=(*found.loud, *found.notices, *tuned.notices, *profile.warnings),
+        notices=(*found.loud, *found.notices, *too_late, *tuned.notices, *profile.warnings),
         source=found.source,
     )
     decided = _Decided(
@@ -308,11 +344,16 @@ def _decided(config: dict[str, Any], asked: _Asked, agreement: Agreement | None)
     )
     if agreement is not None:  # the last thing that may fail: from here on the others use it
         agreement.confirm(equal_keys.sizes_digest(tuned.config))
-    for notice in (*found.loud, *tuned.notices):
-        _warn(notice)
-    for change in tuned.changes:
-        _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
+    if asked.says:
+        _say((*found.loud, *too_late, *tuned.notices), tuned.changes)
     return decided
+
+
+def _say(notices: Iterable[str], changes: Iterable[Change]) -> None:
+    for notice in notices:
+        _warn(notice)
+    for change in changes:
+        _log.info("%s: %s -> %s (%s)", change.key, change.before, change.after, change.reason)
 
 
 def _carried_out(engine: Any, decided: _Decided) -> Report:
@@ -566,23 +607,129 @@ def _data_parallel_ranks(mpu: Any) -> int | None:
 # -- the call -------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def working() -> Iterator[None]:
+    """DeepSpeed is called from here: what it calls in turn has been decided already."""
+    token = _at_work.set(True)
+    try:
+        yield
+    finally:
+        _at_work.reset(token)
+
+
+def at_work() -> bool:
+    """Whether this is inside a call that was decided here."""
+    return _at_work.get()
+
+
+def named(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, by name as far as `signature` tells; the rest stays positional.
+
+    Somebody else's wrapper may take ``*args, **kwargs`` and say no more.
+    """
+    open_ended = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values())
+    if open_ended:
+        return args, dict(kwargs)
+    return (), dict(signature.bind_partial(*args, **kwargs).arguments)
+
+
+def tuned_zero_init(
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autotune: Mapping[str, Any] | bool | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a `zero.Init` as in `named`, its configuration tuned where it has one that acts."""
+    rest, call = named(signature, args, kwargs)
+    given = call.get("config") if call.get("config") is not None else call.get("config_dict_or_path")
+    if given is None or not call.get("enabled", True):
+        return rest, call
+    asked = _Asked(model=call.get("module"), autotune=autotune, attaches=True, says=False)
+    decided = _decided_or_not(given, asked)
+    call.pop("config", None)
+    call["config_dict_or_path"] = ds_config.accepted(given) if decided.config is None else decided.config
+    return rest, call
+
+
+_IN_ARGS = ("deepspeed_config", "deepscale_config")
+
+
 def _configuration(call: Mapping[str, Any]) -> object:
-    """The configuration by DeepSpeed's own order: config, config_params, args.deepspeed_config."""
-    for name in ("config", "config_params"):
-        if call.get(name) is not None:
-            return call[name]
-    return getattr(call.get("args"), "deepspeed_config", None)
+    """The configuration by DeepSpeed's own order: config, config_params, then that of `args`."""
+    given = (call.get("config"), call.get("config_params"), *_in_args(call).values())
+    return next((each for each in given if each is not None), None)
 
 
-def _hand_over(call: dict[str, Any], tuned: dict[str, Any]) -> None:
-    """Put the tuned configuration where DeepSpeed reads it first, and take the others out."""
-    in_args = getattr(call.get("args"), "deepspeed_config", None)
+def _in_args(call: Mapping[str, Any]) -> dict[str, Any]:
+    held: dict[str, Any] = {name: getattr(call.get("args"), name, None) for name in _IN_ARGS}
+    return {name: value for name, value in held.items() if value is not None}
+
+
+def _hand_over(call: dict[str, Any], tuned: object) -> None:
+    """Put the tuned configuration where DeepSpeed reads it first, and take the others out.
+
+    What is given in two places stays there, for DeepSpeed to refuse.
+    """
+    in_args = _in_args(call)
     given_directly = call.get("config") is not None or call.get("config_params") is not None
-    if in_args is not None and not given_directly:
+    if len(in_args) == 1 and not given_directly:
         call["args"] = copy.copy(call["args"])
-        call["args"].deepspeed_config = None
+        for name in in_args:
+            setattr(call["args"], name, None)
     call["config"] = tuned
     call.pop("config_params", None)
+
+
+def _filled_by_trainer(config: Mapping[str, Any]) -> frozenset[str]:
+    """Keys of ``zero_optimization`` that the user left "auto" and the Hugging Face Trainer made numbers.
+
+    The configuration that transformers holds for `from_pretrained` still says "auto" then
+    (`transformers.integrations.deepspeed.deepspeed_config`). It counts only where all else is the same.
+    """
+    integration = sys.modules.get("transformers.integrations.deepspeed")
+    held: Mapping[str, Any] | None = getattr(integration, "deepspeed_config", dict)()
+    written, filled = (held or {}).get(zero3.ZERO), config.get(zero3.ZERO)
+    if not isinstance(written, Mapping) or not isinstance(filled, Mapping):
+        return frozenset()
+    autos = {name for name, value in written.items() if value == "auto"}
+    same = all(filled.get(name) == value for name, value in written.items() if name not in autos)
+    return frozenset(autos) if same else frozenset()
+
+
+_LOOKED_AT = 16
+"""Partitions that are asked whether they are page-locked: `zero.Init` treats all alike."""
+
+
+def _as_laid_out(
+    choice: Choice, config: Mapping[str, Any], model: Any, device: AcceleratorDevice
+) -> tuple[Choice, tuple[str, ...]]:
+    """The choice as far as it can still be had for parameters that `zero.Init` has partitioned already.
+
+    Returns it with a notice where they lie otherwise than was chosen.
+    """
+    pinned = _partitions_pinned(model, device) if zero3.offloads_parameters(config) else None
+    if pinned is None or pinned is choice.pin_parameters:
+        return choice, ()
+    memory = "page-locked" if pinned else "pageable"
+    notice = (
+        f"the parameters were partitioned before this, by zero.Init, in {memory} memory and stay there: "
+        f"offload_param.pin_memory {_shown(choice.pin_parameters)} comes too late for them. Build the model "
+        "under autotune_offload.zero_init(...), or give zero.Init what autotune_offload.tune_config returns"
+    )
+    reasons = (f"offload_param lies in {memory} memory since zero.Init", *choice.reasons)
+    unsettled = tuple(name for name in choice.unsettled_pins if name != "pin_parameters")
+    return replace(choice, pin_parameters=pinned, unsettled_pins=unsettled, reasons=reasons), (notice,)
+
+
+def _partitions_pinned(model: Any, device: AcceleratorDevice) -> bool | None:
+    """Whether partitions on the host are page-locked; None where `zero.Init` has not made any."""
+    parameters: Iterable[Any] = getattr(model, "parameters", tuple)()
+    partitions = (getattr(parameter, "ds_tensor", None) for parameter in parameters)
+    on_host = (each for each in partitions if each is not None and each.device.type == "cpu" and each.numel())
+    looked_at = [device.is_pinned(each) for each in itertools.islice(on_host, _LOOKED_AT)]
+    return any(looked_at) if looked_at else None
 
 
 def _really_pinned(engine: Any) -> dict[str, int]:

@@ -280,11 +280,11 @@ class AcceleratorDevice(Device):
             pinned: Tensor = self._accelerator.pin_memory(pageable)
         except _PIN_FAILURES as error:
             raise PinError(f"page-locking {elements * dtype.itemsize:,} bytes failed: {error}") from error
-        if pinned is pageable or not self._is_pinned(pinned):
+        if pinned is pageable or not self.is_pinned(pinned):
             raise PinError(f"the {self.identity.kind} accelerator's pin_memory returned pageable memory")
         return pinned
 
-    def _is_pinned(self, tensor: Tensor) -> bool:
+    def is_pinned(self, tensor: Tensor) -> bool:
         """DeepSpeed's own answer: it knows its native backend too; older ones only have torch's."""
         ask = getattr(self._accelerator, "is_pinned", None)
         try:

@@ -73,6 +73,20 @@ def read(source: object) -> dict[str, Any]:
     raise ConfigError(f"a DeepSpeed configuration cannot be a {type(source).__name__}; pass {_FORMS}")
 
 
+def accepted(source: object) -> object:
+    """`source` itself where DeepSpeed takes its form, else what it stands for as a plain dict.
+
+    What cannot be read is `source` itself too, so that DeepSpeed's own error reaches the user.
+    """
+    text = isinstance(source, str) and not source.lstrip("\ufeff \t\r\n").startswith("{")
+    if text or isinstance(source, dict):
+        return source
+    try:
+        return read(source)
+    except ConfigError:
+        return source
+
+
 def plain(value: Any) -> Any:
     """A deep copy with every mapping as a dict; leaves, an infinity included, stay the objects they are."""
     if isinstance(value, Mapping):
@@ -82,6 +96,26 @@ def plain(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(plain(item) for item in value)
     return value
+
+
+class Written(float):
+    """Stands for a number with a point or an exponent, as it is spelt: hjson makes 5e8 and 1.0 whole numbers.
+
+    As a float it is a fraction, which hjson leaves alone.
+    """
+
+    text: str
+
+    def __new__(cls, text: str) -> Written:  # noqa: D102
+        written = super().__new__(cls, 0.5)
+        written.text = text
+        return written
+
+
+def spelt(text: str) -> dict[str, Any]:
+    """What a readable configuration text holds, with each such number as a `Written`."""
+    parsed = hjson.loads(text, parse_float=Written)
+    return _plain_dict(parsed) if isinstance(parsed, Mapping) else {}
 
 
 def _plain_dict(mapping: Mapping[Any, Any]) -> dict[str, Any]:

@@ -184,6 +184,7 @@ def tune(
     version: str,
     keep: Collection[str] = (),
     fill_auto: bool = True,
+    filled: Collection[str] = (),
     carried: bool = True,
 ) -> Tuned:
     """`config` with the ZeRO keys that follow from `choice`.
@@ -198,6 +199,8 @@ def tune(
         keep: Dotted keys that stay as they are, whole (``zero_optimization.sub_group_size``) or relative
             to ``zero_optimization``; the name of a section stands for all in it.
         fill_auto: False leaves a size that is "auto" to somebody else, such as the Hugging Face Trainer.
+        filled: Names in ``zero_optimization`` whose "auto" somebody else has made a number already: they
+            count as "auto", and keep that number where nothing measured speaks for another.
         carried: False where DeepSpeed's own code will carry the gradients, as it does below stage 3 in
             any case: then its own measured times decide about ``offload_optimizer.pin_memory``.
 
@@ -222,6 +225,7 @@ def tune(
         version=parse_version(version),
         keep=_relative(keep),
         fill_auto=fill_auto,
+        filled=frozenset(filled),
         stage=stage,
     )
     work.run()
@@ -240,6 +244,15 @@ def offloads(config: Mapping[str, Any]) -> bool:
     return any(_device(zero, section) for section in SECTION_STAGES) or any(
         _stage(zero) in SECTION_STAGES[section] for section in switched
     )
+
+
+def offloads_parameters(config: Mapping[str, Any]) -> bool:
+    """Whether stage 3 keeps its parameter partitions in host memory."""
+    zero = config.get(ZERO)
+    if not isinstance(zero, Mapping):
+        return False
+    switched = _stage(zero) == 3 and _as_flag(zero.get("cpu_offload_param")) is True
+    return switched or _device(zero, "offload_param") == "cpu"
 
 
 def takes_a_path(config: Mapping[str, Any]) -> bool:
@@ -282,6 +295,7 @@ class _Tuning(msgspec.Struct, kw_only=True):
     version: Version
     keep: tuple[str, ...]
     fill_auto: bool
+    filled: frozenset[str]
     stage: int
     changes: list[Change] = msgspec.field(default_factory=list)
     notices: list[str] = msgspec.field(default_factory=list)
@@ -372,9 +386,9 @@ class _Tuning(msgspec.Struct, kw_only=True):
         given = holder.get(name)
         if self._kept(key) or (given == "auto" and not self.fill_auto):
             return
-        if name not in holder or given == "auto":
+        if name not in holder or given == "auto" or name in self.filled:
             if acts and size is not None:
-                self._write(key, holder, name, max(int(size), key.least), self._size_reason(key))
+                self._fill(key, holder, name, max(int(size), key.least))
             elif given == "auto":
                 self._note_auto(key, name, acts)
         elif acts and size is not None and _number(given) not in (None, size):
@@ -382,8 +396,12 @@ class _Tuning(msgspec.Struct, kw_only=True):
                 f'{ZERO}.{name} stays {_shown(given)} as you wrote it; "auto" would make it {size}'
             )
 
-    def _size_reason(self, key: Key) -> str:
-        return self.choice.sizes.reasons.get(key.field, "from this host's measured curves and the workload")
+    def _fill(self, key: Key, holder: dict[str, Any], name: str, size: int) -> None:
+        reason = self.choice.sizes.reasons.get(key.field, "from this host's measured curves and the workload")
+        if name in self.filled:
+            reason += f'; you wrote "auto", which the Trainer had made {_shown(holder[name])}'
+        if holder.get(name) != size:
+            self._write(key, holder, name, size, reason)
 
     def _note_auto(self, key: Key, name: str, acts: bool) -> None:
         inert = f"it follows from the measurements only at stage 3 with {key.section} on cpu"

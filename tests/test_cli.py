@@ -51,6 +51,7 @@ SURFACE = {
     "profiles path": ["--cache", "--json"],
     "profiles prune": ["--all", "--broken", "--cache", "--json", "--older-than", "--yes"],
     "profiles show": ["PROFILE", "--cache", "--json"],
+    "run": ["COMMAND", "--environment", "--json"],
     "show": ["PROFILE", "--cache", "--json"],
     "simulate": [
         *("MACHINE", "--accumulation-steps", "--all", "--budget", "--dtype", "--from-profile", "--json"),
@@ -781,6 +782,35 @@ def test_apply_never_rewrites_the_users_file(stub: ProbeStub, ds_config: Path, t
         assert (result.exit_code, result.stdout) == (2, "")
         assert "never rewritten" in result.stderr
     assert ds_config.read_text() == DS_CONFIG
+
+
+def test_apply_leaves_every_number_as_the_user_spelt_it(stub: ProbeStub, tmp_path: Path) -> None:
+    """5e8 and 1.0 are no whole numbers afterwards; only what is listed as a change is another."""
+    stub.stored = stub.profile
+    file = tmp_path / "ds.json"
+    before = """{
+  "gradient_clipping": 1.0,
+  "betas": [
+    0.9,
+    9.50e-1,
+    2
+  ],
+  "zero_optimization": {
+    "stage": 3,
+    "sub_group_size": 1E+9,
+    "reduce_bucket_size": 15099494.0,
+    "stage3_prefetch_bucket_size": 5e8,
+    "stage3_param_persistence_threshold": 1e5,
+    "offload_optimizer": {
+      "device": "cpu",
+      "pin_memory": false
+    }
+  }
+}
+"""
+    file.write_text(before)
+    result = run("apply", str(file))
+    assert result.stdout == before
 
 
 def test_apply_without_a_profile_says_what_to_run(stub: ProbeStub, ds_config: Path) -> None:

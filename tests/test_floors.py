@@ -54,8 +54,10 @@ FLOORS = {
     "self_report": 5,
     "checks": 6,
     "api": 6,
+    "wrapping": 6,
     "verify": 6,
     "doctor": 6,
+    "hook": 7,
     "cli": 7,
     "__main__": 7,
 }
@@ -76,6 +78,7 @@ NEIGHBOURS = {
     "probing": {"environment", "recheck"},
     "selfcheck": {"stage3"},
     "equal_keys": {"zero3"},
+    "wrapping": {"api"},
     "cli": {"cli"},
     "__main__": {"cli"},
 }

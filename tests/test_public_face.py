@@ -15,11 +15,14 @@ import autotune_offload
 
 PUBLIC = {
     "initialize": "autotune_offload.api",
+    "install": "autotune_offload.wrapping",
     "load_profile": "autotune_offload.api",
     "probe": "autotune_offload.probing",
     "report": "autotune_offload.api",
     "tune_config": "autotune_offload.api",
     "AgreementError": "autotune_offload.errors",
+    "uninstall": "autotune_offload.wrapping",
+    "zero_init": "autotune_offload.api",
     "AutotuneError": "autotune_offload.errors",
     "BudgetError": "autotune_offload.errors",
     "ConfigError": "autotune_offload.errors",

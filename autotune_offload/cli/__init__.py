@@ -9,15 +9,15 @@ from __future__ import annotations
 import click
 
 import autotune_offload
-from autotune_offload.cli import apply, doctor, explain, fleet, probe, profiles, show, simulate, verify
+from autotune_offload.cli import apply, doctor, explain, fleet, probe, profiles, run, show, simulate, verify
 from autotune_offload.cli.outcome import Verbs
 from autotune_offload.cli.output import end_of_results
 
 EPILOG = """\b
 Results go to stdout, progress and notices to stderr; with --json stdout holds
 exactly one JSON document. Exit 0: done, 1: could not, 2: bad usage.
-AUTOTUNE_OFFLOAD_CACHE names the folder of the stored profiles; NO_COLOR turns
-colour off."""
+AUTOTUNE_OFFLOAD_CACHE names the folder of the stored profiles;
+AUTOTUNE_OFFLOAD=0 leaves every run untuned; NO_COLOR turns colour off."""
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
@@ -42,7 +42,7 @@ def cli() -> None:
     """Measure how fast this machine moves ZeRO-3 offload data, and set DeepSpeed up accordingly."""
 
 
-for _verb in (probe, show, explain, apply, verify, simulate, fleet, profiles, doctor):
+for _verb in (probe, show, explain, apply, verify, simulate, run, fleet, profiles, doctor):
     cli.add_command(_verb.command)
 
 

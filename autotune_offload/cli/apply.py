@@ -52,14 +52,14 @@ def command(
         store = open_store(cache)
         found, path = find_profile(store, profile) if profile else fitting_profile(store)
         before, tuned = _tune(config, found)
-    indent = _indent_of(config)
-    _explain_changes(config, before, tuned, as_diff=as_diff, indent=indent)
+        text = config.read_text(encoding="utf-8-sig")
+    _explain_changes(config, before, tuned, text=text, as_diff=as_diff)
     if output is not None:
-        _write(output, _dump(tuned.config, indent))
+        _write(output, _dump(tuned.config, text))
     if as_json:
         emit_json(_document(tuned, path, output))
     elif output is None:
-        click.echo(_dump(tuned.config, indent), nl=False)
+        click.echo(_dump(tuned.config, text), nl=False)
 
 
 def _refuse_the_input(config: Path, output: Path | None) -> None:
@@ -89,13 +89,11 @@ def _disagreements(settings: Settings, choice: Choice) -> Iterator[str]:
             yield f"the config fixes {name} {fixed!r}; the stored choice, whose keys these are, has {chosen!r}"
 
 
-def _explain_changes(
-    config: Path, before: dict[str, Any], tuned: Tuned, *, as_diff: bool, indent: int | str
-) -> None:
-    for text in tuned.notices:
-        notice(f"note: {text}")
+def _explain_changes(config: Path, before: dict[str, Any], tuned: Tuned, *, text: str, as_diff: bool) -> None:
+    for each in tuned.notices:
+        notice(f"note: {each}")
     if as_diff:
-        notice(_unified_diff(config, _dump(before, indent), _dump(tuned.config, indent)))
+        notice(_unified_diff(config, _dump(before, text), _dump(tuned.config, text)))
     if not tuned.changes:
         notice("no key was changed")
     for change in tuned.changes:
@@ -116,17 +114,40 @@ def _unified_diff(config: Path, before: str, after: str) -> str:
     return "\n".join(lines)
 
 
-def _indent_of(config: Path) -> int | str:
-    """The indentation that the user's file has, so that the two compare line by line."""
-    found = re.search(r"^([ \t]+)\S", config.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    return found[1] if found else 2
+def _dump(config: dict[str, Any], text: str) -> str:
+    """`config` as JSON in the user's own manner: indentation and spelling of numbers as in `text`.
 
+    The two then compare line by line.
+    """
+    from autotune_offload import ds_config
 
-def _dump(config: dict[str, Any], indent: int | str) -> str:
+    spellings: list[str] = []
+    spelt = _as_spelt(config, ds_config.spelt(text), spellings)
+    found = re.search(r"^([ \t]+)\S", text, re.MULTILINE)
     try:
-        return json.dumps(config, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+        dumped = (
+            json.dumps(spelt, indent=found[1] if found else 2, ensure_ascii=False, allow_nan=False) + "\n"
+        )
     except ValueError as error:
         raise ConfigError(f"the config cannot be written as JSON: {error}; write a finite number") from error
+    return re.sub(rf'"{_MARK}(\d+)"', lambda mark: spellings[int(mark[1])], dumped)
+
+
+_MARK = "\ufdd0number "
+"""Opens the place of a number in its own spelling; a noncharacter of Unicode, which no config holds."""
+
+
+def _as_spelt(value: Any, source: Any, spellings: list[str]) -> Any:
+    """`value` with a mark for every number that `source` has, the same, in another spelling."""
+    if isinstance(value, dict) and isinstance(source, dict):
+        return {key: _as_spelt(item, source.get(key), spellings) for key, item in value.items()}
+    if isinstance(value, list) and isinstance(source, list) and len(value) == len(source):
+        return [_as_spelt(*pair, spellings) for pair in zip(value, source, strict=True)]
+    text = getattr(source, "text", None)
+    if text is None or isinstance(value, bool) or value != float(text):
+        return value
+    spellings.append(text)
+    return f"{_MARK}{len(spellings) - 1}"
 
 
 def _write(output: Path, text: str) -> None:
