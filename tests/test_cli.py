@@ -23,8 +23,9 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_offload.cli import cli, options, units
-from autotune_offload.cli.alternatives import alternatives, best_of_each, rejections, verdict
+from autotune_offload import units
+from autotune_offload.alternatives import alternatives, best_of_each, rejections, verdict
+from autotune_offload.cli import cli, options
 from autotune_offload.cli.output import finite
 from autotune_offload.cli.progress import Reporter
 from autotune_offload.cli.verify import FEWEST_STEPS, model_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import click
 
 import autotune_offload
-from autotune_offload.cli import apply, doctor, explain, probe, profiles, show, simulate, verify
+from autotune_offload.cli import apply, doctor, explain, probe, profiles, report, show, simulate, verify
 from autotune_offload.cli.outcome import Verbs
 from autotune_offload.cli.output import end_of_results
 
@@ -39,7 +39,7 @@ def cli() -> None:
     """Measure how fast this machine moves ZeRO-3 offload data, and set DeepSpeed up accordingly."""
 
 
-for _verb in (probe, show, explain, apply, verify, simulate, profiles, doctor):
+for _verb in (probe, show, explain, apply, verify, simulate, report, profiles, doctor):
     cli.add_command(_verb.command)
 
 

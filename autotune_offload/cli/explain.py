@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autotune_offload.cli import options, units
-from autotune_offload.cli.alternatives import (
+from autotune_offload import units
+from autotune_offload.alternatives import (
     Alternative,
     alternatives,
     best_of_each,
     rejections,
     verdict,
 )
+from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json
 from autotune_offload.cli.stored import find_profile, open_store
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune_offload.cli import units
-from autotune_offload.cli.alternatives import Alternative, alternatives, best_of_each, detail_of, name_of
+from autotune_offload import units
+from autotune_offload.alternatives import Alternative, alternatives, best_of_each, detail_of, name_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotune_offload.cli import units
+from autotune_offload import units
 
 if TYPE_CHECKING:
     from autotune_offload.records import Baseline, Candidate, Choice, Profile
