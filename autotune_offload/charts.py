@@ -409,10 +409,13 @@ def _bars(name: str, lane: str, each: Timeline) -> Iterator[Spec]:
 # -- one picture ----------------------------------------------------------------------------------
 
 
-def picture(title: str, lines: Sequence[str], charts: Sequence[Spec]) -> Spec:
-    """Several charts under one headline, for a PNG."""
+def picture(title: str, lines: Sequence[str], charts: Mapping[str, Spec]) -> Spec:
+    """Several charts, each under its own title, below one headline: for a PNG."""
     inner = ("$schema", "config", "background", "autosize", "padding")
-    parts = [{key: value for key, value in chart.items() if key not in inner} for chart in charts]
+    parts = [
+        {"title": {"text": name, "anchor": "start"}, **{k: v for k, v in chart.items() if k not in inner}}
+        for name, chart in charts.items()
+    ]
     return {
         "$schema": _SCHEMA,
         "title": {"text": title, "subtitle": list(lines), "anchor": "start", "fontSize": 16, "offset": 16},

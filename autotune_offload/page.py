@@ -92,14 +92,12 @@ def png(profile: Profile) -> bytes:
     Raises:
         ConfigError: vl-convert is not installed.
     """
-    rows = _shown(profile)
-    found = [
-        _costs(profile, rows, _WIDE, charts.LIGHT),
-        _bandwidth(profile, "d2h", _WIDE, charts.LIGHT),
-        _bandwidth(profile, "h2d", _WIDE, charts.LIGHT),
-    ]
+    found = {"What each way costs": _costs(profile, _shown(profile), _WIDE, charts.LIGHT)}
+    for kind in ("d2h", "h2d"):
+        found[f"{kind}, {KIND_WORDS[kind]}"] = _bandwidth(profile, kind, _WIDE, charts.LIGHT)
     lines = [where(profile), f"DeepSpeed {profile.software.deepspeed}, torch {profile.software.torch}"]
-    return charts.png(charts.picture(headline(profile), lines, [each for each in found if each]))
+    drawn = {name: spec for name, spec in found.items() if spec is not None}
+    return charts.png(charts.picture(headline(profile), lines, drawn))
 
 
 # -- words ----------------------------------------------------------------------------------------

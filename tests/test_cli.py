@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,37 +37,6 @@ from tests.factories import make_choice, make_profile
 training = importlib.import_module("autotune_offload.verify")
 
 ROOT = Path(__file__).parent.parent
-
-SURFACE = {
-    "apply": ["CONFIG", "--cache", "--diff", "--json", "--output", "--profile", "-o"],
-    "doctor": ["--cache", "--config", "--json"],
-    "explain": ["PROFILE", "--cache", "--json"],
-    "probe": [
-        *("--accumulation-steps", "--budget", "--cache", "--dtype", "--json", "--max-pinned", "--model"),
-        *("--no-save", "--params", "--plan", "--refresh", "--world-size"),
-    ],
-    "profiles list": ["--cache", "--json"],
-    "profiles path": ["--cache", "--json"],
-    "profiles prune": ["--all", "--broken", "--cache", "--json", "--older-than", "--yes"],
-    "profiles show": ["PROFILE", "--cache", "--json"],
-    "show": ["PROFILE", "--cache", "--json"],
-    "simulate": [
-        *("MACHINE", "--accumulation-steps", "--all", "--budget", "--dtype", "--from-profile", "--json"),
-        *(
-            "--list",
-            "--max-pinned",
-            "--model",
-            "--noise",
-            "--params",
-            "--plan",
-            "--ranks",
-            "--seed",
-            "--write",
-        ),
-    ],
-    "verify": ["--cache", "--config", "--json", "--params", "--profile", "--steps", "--warmup"],
-}
-"""Every verb with its arguments and options: what scripts rely on. Change it on purpose only."""
 
 
 class ProbeStub(types.ModuleType):
@@ -135,47 +103,7 @@ def child_environment(cache: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "AUTOTUNE_OFFLOAD_CACHE": str(cache)}
 
 
-def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:
-    """Every verb below `command` with its full name."""
-    if isinstance(command, click.Group):
-        for part, below in command.commands.items():
-            yield from leaves(below, f"{name} {part}".strip())
-    else:
-        yield name, command
-
-
-def written_as(each: click.Parameter) -> list[str]:
-    """An option's spellings, or an argument's name as the help shows it."""
-    return [(each.name or "").upper()] if isinstance(each, click.Argument) else [*each.opts]
-
-
 # -- the surface ----------------------------------------------------------------------------------
-
-
-def test_verbs_and_options_are_the_documented_ones() -> None:
-    """The verbs, their arguments and their options change on purpose only."""
-    found = {
-        name: {text for each in command.params for text in written_as(each)} for name, command in leaves(cli)
-    }
-    assert found == {name: set(texts) for name, texts in SURFACE.items()}
-
-
-@pytest.mark.parametrize("name", ["", *SURFACE])
-def test_every_verb_has_help_within_80_columns(name: str) -> None:
-    """Each verb explains itself and each of its options, and exits with 0."""
-    result = run(*name.split(), "--help")
-    assert result.exit_code == 0
-    assert max(map(len, result.output.splitlines())) <= 80
-    for option in SURFACE.get(name, []):
-        assert option in result.output
-
-
-def test_every_option_and_verb_is_explained() -> None:
-    """No option and no verb comes without a sentence."""
-    for name, command in leaves(cli):
-        assert command.help, name
-        for each in command.params:
-            assert isinstance(each, click.Argument) or getattr(each, "help", None), (name, each.name)
 
 
 def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
@@ -209,6 +137,8 @@ def test_version_is_the_packages() -> None:
         ["probe", "--model", "no-such-file"],
         ["probe", "--budget", "0"],
         ["probe", "--budget", "nan"],
+        ["probe", "--budget", "0.19"],
+        ["simulate", "cpu", "--budget", "0.19"],
         ["probe", "--max-pinned", "4 bananas"],
         ["probe", "--world-size", "0"],
         ["probe", "--dtype", "int8"],
@@ -653,11 +583,12 @@ def test_profiles_path_prints_the_folder(store: Store, tmp_path: Path) -> None:
     }
 
 
-def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
-    """A reader that stops early, as `head` does, causes no traceback."""
-    Store(tmp_path).save(make_profile())
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_closed_pipe_is_no_failure(tmp_path: Path, form: list[str]) -> None:
+    """A reader that stops early, as `head` does, causes no word on stderr and no exit status but 0."""
+    Store(tmp_path).save(make_profile(warnings=("a warning that fills the pipe",) * 10_000))
     child = subprocess.Popen(
-        [sys.executable, "-m", "autotune_offload", "show", "--json"],
+        [sys.executable, "-m", "autotune_offload", "show", *form],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=child_environment(tmp_path),
@@ -667,7 +598,7 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     child.stdout.read(10)
     child.stdout.close()
     assert child.stderr.read() == b""
-    child.wait(timeout=30)
+    assert child.wait(timeout=30) == 0
     child.stderr.close()
 
 

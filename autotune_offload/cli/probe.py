@@ -35,7 +35,7 @@ class _Request:
 @click.command("probe", short_help="Measure this host, choose, save the profile.")
 @click.option(
     "--budget",
-    type=options.positive_seconds,
+    type=options.budget_seconds,
     metavar="SECONDS",
     help="Time to measure for, imports not counted.",
 )

@@ -41,9 +41,7 @@ _PINS = {(True, True): "both", (True, False): "state", (False, True): "params", 
 @click.option("--list", "listing", is_flag=True, help="List the machines and end.")
 @options.workload_options("--ranks")
 @click.option("--plan", type=click.Choice(PLANS), default="standard", help="How much to measure.")
-@click.option(
-    "--budget", type=options.positive_seconds, metavar="SECONDS", help="Virtual time to measure for."
-)
+@click.option("--budget", type=options.budget_seconds, metavar="SECONDS", help="Virtual time to measure for.")
 @click.option(
     "--max-pinned",
     type=options.byte_size,
