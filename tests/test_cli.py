@@ -26,7 +26,7 @@ from autotune_offload import units
 from autotune_offload.alternatives import alternatives, best_of_each, rejections, verdict
 from autotune_offload.cli import cli, options
 from autotune_offload.cli.output import finite
-from autotune_offload.cli.progress import Reporter
+from autotune_offload.cli.progress import Reporter, time_left
 from autotune_offload.cli.verify import FEWEST_STEPS, model_of
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import DeviceError, ProfileError
@@ -173,6 +173,7 @@ def test_probe_measures_saves_and_prints(stub: ProbeStub, store: Store) -> None:
             "budget_seconds": None,
             "max_pinned_bytes": None,
             "missed": stub.stored,
+            "settings": Settings(),
         }
     ]
     assert "no profile is stored here" in result.stderr
@@ -189,9 +190,10 @@ def test_probe_json_is_one_document_that_reads_back(stub: ProbeStub) -> None:
 
 
 def test_probe_passes_its_options_on(stub: ProbeStub) -> None:
-    """Model size, ranks, dtype, plan, budget and pinned limit reach the probe in its own units."""
+    """Model size, ranks, dtype, plan, budget, limit, path and cast reach the probe in its own units."""
     arguments = "--params 125M --world-size 4 --accumulation-steps 2 --dtype fp16 --plan quick --budget 2.5"
-    result = run("probe", *arguments.split(), "--max-pinned", "4GiB")
+    fixing = ("--max-pinned", "4GiB", "--path", "pinned", "--cast", "host")
+    result = run("probe", *arguments.split(), *fixing)
     assert result.exit_code == 0, result.stderr
     (call,) = stub.calls
     described = call.pop("workload")
@@ -199,6 +201,7 @@ def test_probe_passes_its_options_on(stub: ProbeStub) -> None:
         "plan": "quick",
         "budget_seconds": 2.5,
         "max_pinned_bytes": 4 << 30,
+        "settings": Settings(path="pinned", cast="host", max_pinned_bytes=4 << 30),
         "missed": stub.stored,
     }
     assert (described.world_size, described.accumulation_steps, described.dtype) == (4, 2, "float16")
@@ -330,6 +333,15 @@ def test_progress_is_silent_for_what_is_over_in_a_second(capsys: pytest.CaptureF
     with Reporter("measuring") as progress:
         progress("d2h", 0.5)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "share", "said"),
+    [(2.0, 0.5, "2 s left"), (9.0, 0.9, "1 s left"), (1.0, 0.05, ""), (5.0, 1.0, "")],
+)
+def test_progress_says_how_long_is_left(elapsed: float, share: float, said: str) -> None:
+    """As the work so far went on; nothing while that is a guess, nothing when it is over."""
+    assert time_left(elapsed, share) == said
 
 
 def test_progress_elsewhere_than_on_a_terminal_is_one_line(

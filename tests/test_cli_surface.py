@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -62,7 +63,7 @@ def _parameter(each: click.Parameter) -> str:
     return f"{spelled}{value}{default}: {each.help}"
 
 
-def _kind(kind: click.ParamType) -> str:
+def _kind(kind: click.ParamType[Any]) -> str:
     return "|".join(map(str, kind.choices)) if isinstance(kind, click.Choice) else kind.name
 
 

@@ -51,6 +51,7 @@ FLOORS = {
     "stage3": 4,
     "selfcheck": 4,
     "charts": 4,
+    "explanation": 4,
     "page": 5,
     "attach": 5,
     "self_report": 5,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import click
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from autotune_offload.store import Miss, Store
 
 PLANS = ("quick", "standard", "thorough")
+PathWanted = Literal["auto", "direct", "pinned", "staged", "deepspeed"]
+CastWanted = Literal["auto", "device", "host"]
+"""As in the ``autotune_offload`` block (`ds_config.Settings`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,8 @@ class _Request:
     plan: str | None
     budget_seconds: float | None
     max_pinned_bytes: int | None
+    path: PathWanted
+    cast: CastWanted
     refresh: bool
     save: bool
 
@@ -47,6 +52,18 @@ class _Request:
     metavar="SIZE",
     help="Never page-lock more than this: 4GiB, 512MiB.",
 )
+@click.option(
+    "--path",
+    type=click.Choice(get_args(PathWanted)),
+    default="auto",
+    help="Try this path alone [default: all].",
+)
+@click.option(
+    "--cast",
+    type=click.Choice(get_args(CastWanted)),
+    default="auto",
+    help="Cast to fp32 there alone [default: both].",
+)
 @click.option("--refresh", is_flag=True, help="Measure again, even where a stored profile fits.")
 @click.option("--no-save", is_flag=True, help="Do not store what was measured.")
 @options.cache_option
@@ -61,6 +78,8 @@ def command(
     accumulation_steps: int | None,
     dtype: str | None,
     max_pinned: int | None,
+    path: PathWanted,
+    cast: CastWanted,
     refresh: bool,
     no_save: bool,
     cache: Path | None,
@@ -78,10 +97,12 @@ def command(
             plan=plan,
             budget_seconds=budget,
             max_pinned_bytes=max_pinned,
+            path=path,
+            cast=cast,
             refresh=refresh,
             save=not no_save,
         )
-        profile, path = _obtain(open_store(cache), request)
+        profile, saved = _obtain(open_store(cache), request)
     if as_json:
         from autotune_offload.records import to_plain
 
@@ -89,7 +110,7 @@ def command(
     else:
         from autotune_offload.cli.readable import print_profile
 
-        print_profile(console(), profile, path)
+        print_profile(console(), profile, saved)
 
 
 def _obtain(store: Store, request: _Request) -> tuple[Profile, Path | None]:
@@ -127,7 +148,11 @@ def _settings(request: _Request) -> Settings:
     """What the options fix, as the ``autotune_offload`` block would."""
     from autotune_offload.ds_config import Settings
 
-    return Settings(max_pinned_bytes="auto" if request.max_pinned_bytes is None else request.max_pinned_bytes)
+    return Settings(
+        path=request.path,
+        cast=request.cast,
+        max_pinned_bytes="auto" if request.max_pinned_bytes is None else request.max_pinned_bytes,
+    )
 
 
 def _measure(request: _Request, missed: Miss | None) -> Profile:
@@ -139,6 +164,7 @@ def _measure(request: _Request, missed: Miss | None) -> Profile:
             plan=request.plan or "standard",
             budget_seconds=request.budget_seconds,
             max_pinned_bytes=request.max_pinned_bytes,
+            settings=_settings(request),
             progress=progress,
             missed=missed,
         )
