@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 import hjson
 import pytest
+import yaml
 from markdown_it import MarkdownIt
 
 from autotune_offload import ds_config
@@ -125,13 +126,9 @@ def test_every_python_block_runs(tmp_path: Path) -> None:
         for block in of("python")
     ]
     script.write_text("\n".join(runs))
+    command = [sys.executable, str(script)]
     done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=_launched(tmp_path),
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=_launched(tmp_path)
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     assert len(runs) >= 3
@@ -188,10 +185,14 @@ def test_every_verb_has_a_section() -> None:
 
 def test_a_missing_verb_or_option_would_be_seen() -> None:
     """The reader of commands finds them in a console block, past what stands behind them."""
-    block = Block(
-        ROOT,
-        1,
-        "console",
-        "$ autotune-offload probe --json | head\noutput\nautotune-offload show KEY    words\n",
-    )
+    text = "$ autotune-offload probe --json | head\noutput\nautotune-offload show KEY    words\n"
+    block = Block(ROOT, 1, "console", text)
     assert list(commands(block)) == [["probe", "--json"], ["show", "KEY"]]
+
+
+@pytest.mark.parametrize("name", ["failure", "wrong-choice", "machine"])
+def test_issue_templates_ask_for_what_doctor_says(name: str) -> None:
+    """Each is a form that can be read, and asks for the document of `doctor`."""
+    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8"))
+    labels = [field["attributes"]["label"] for field in form["body"]]
+    assert any("autotune-offload doctor --json" in label for label in labels)
