@@ -307,6 +307,19 @@ def test_stdout_holds_only_the_document_whatever_writes_to_it(tmp_path: Path) ->
         assert f"noise {noise}" in done.stderr
 
 
+def test_deprecations_of_libraries_are_not_shown(tmp_path: Path) -> None:
+    """What a library will change is not told to whoever runs a verb; what is wrong now still is."""
+    source = (
+        "import warnings\n"
+        "from autotune_offload.cli.output import stdout_set_aside\n"
+        "with stdout_set_aside():\n"
+        "    warnings.warn('later', FutureWarning)\n"
+        "    warnings.warn('now', UserWarning)\n"
+    )
+    said = run_child(cache=tmp_path, source=source).stderr
+    assert "later" not in said and "now" in said
+
+
 def test_interrupt_ends_with_130_and_a_word(tmp_path: Path) -> None:
     """Ctrl-C says that nothing was saved; no traceback, no file."""
     child = subprocess.Popen(

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -26,7 +27,17 @@ def stdout_set_aside() -> Iterator[None]:
 
     DeepSpeed and torch log to stdout, at import too. Only the result of a verb belongs there.
     """
-    with contextlib.redirect_stdout(sys.stderr), _descriptor_set_aside():
+    with contextlib.redirect_stdout(sys.stderr), _descriptor_set_aside(), _without_deprecations():
+        yield
+
+
+@contextlib.contextmanager
+def _without_deprecations() -> Iterator[None]:
+    """What torch and DeepSpeed plan to change in each other is nothing that a user can act on here."""
+    with warnings.catch_warnings():
+        if not sys.warnoptions:  # who asks for warnings gets them
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 
