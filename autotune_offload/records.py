@@ -199,7 +199,7 @@ class Measurements(Record, frozen=True, kw_only=True):
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """How much to measure. Shipped as configs/probe_plans/*.yaml."""
+    """How much to measure. Shipped as ``configs/probe_plans/*.yaml``."""
 
     name: str
     budget_seconds: float

@@ -3,7 +3,7 @@
 `FakeAccelerator` stands for a `DeepSpeedAccelerator` of any kind: its tensors are real and lie in host memory,
 and each call is written down in order. `FakeAcceleratorDevice` is this package's own device on it. `habana`
 puts a `habana_frameworks.torch` in place that has the documented calls only; DeepSpeed's own `HPU_Accelerator`
-runs on it. What is not documented does not exist on any of them, and a wrong call raises.
+runs on it. What is not documented does not exist on any of them, and a wrong call raises::
 
     from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice, habana
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune_offload import host
+from autotune_offload import host, units
 from autotune_offload.candidates import PinRules, flat_blocks, predicted
 from autotune_offload.contest import Entrant, Places
 from autotune_offload.cost_model import CostModel
@@ -75,7 +75,9 @@ class _Pin:
         """On where the seconds from or into pinned memory are fewer beyond the noise."""
         gain = pageable / pinned
         on = gain > 1 + noise
-        times = f"{what} {_shown(pageable)} with pageable and {_shown(pinned)} with pinned memory"
+        times = (
+            f"{what} {units.duration(pageable)} with pageable and {units.duration(pinned)} with pinned memory"
+        )
         settled = on or gain < 1 / (1 + noise)
         return cls(
             pinned=on,
@@ -223,7 +225,7 @@ class Verdict:
         elements = -(-middle_elements(workload.parameters) // workload.world_size)
         size = DTYPE_BYTES[workload.dtype] * elements
         pageable, pinned = (model.line("h2d", m).seconds(size) for m in ("pageable", "pinned"))
-        return _Pin.measured(section, f"a fetch of {size:,} bytes takes", pageable, pinned, self.noise)
+        return _Pin.measured(section, f"a fetch of {units.size(size)} takes", pageable, pinned, self.noise)
 
     # -- where micro-steps are added up --
 
@@ -246,7 +248,7 @@ class Verdict:
         timed = f"{steps}" if steps <= TIMED_MICRO_STEPS else f"{TIMED_MICRO_STEPS} of {steps}"
         return place, (
             f"micro-steps are added up on the {place}: over {timed} of them, adding on the host adds "
-            f"{_shown(host_.median)} and on the device, as DeepSpeed does, {_shown(device.median)} "
+            f"{units.duration(host_.median)} and on the device, as DeepSpeed does, {units.duration(device.median)} "
             f"({gain:.2f}x, noise {noise:.1%})",
         )
 
@@ -257,7 +259,7 @@ class Verdict:
         yield from self._against_own()
         if chosen is not best:
             yield (
-                f"{words(best.record)} was fastest with {_shown(best.median)}, within the noise of "
+                f"{words(best.record)} was fastest with {units.duration(best.median)}, within the noise of "
                 f"{words(chosen.record)}: a near tie goes to what pins less, then to the smaller buffers"
             )
         yield from self._other_paths()
@@ -266,12 +268,12 @@ class Verdict:
 
     def _against_own(self) -> Iterator[str]:
         chosen, own = self.chosen, self.outcome.installed
-        adds = f"{words(chosen.record)} adds {_shown(chosen.median)} to a backward pass"
+        adds = f"{words(chosen.record)} adds {units.duration(chosen.median)} to a backward pass"
         own_words = f"DeepSpeed's own {words(own.record)}"
         if not own.timed:
             yield f"{adds}; {own_words} {own.failed or 'was not timed'}, so nothing is compared with it"
             return
-        times = f"{own_words} adds {_shown(own.median)}"
+        times = f"{own_words} adds {units.duration(own.median)}"
         if self.steer.path == "deepspeed":
             yield f"you fixed the path deepspeed, so DeepSpeed's own code is kept: {times}; {adds}"
             return
@@ -288,7 +290,7 @@ class Verdict:
             if other.record.path not in told:
                 told.add(other.record.path)
                 times = f"{self._ratio(other, self.chosen):.2f} times as much"
-                yield f"{words(other.record)} adds {_shown(other.median)}, {times}"
+                yield f"{words(other.record)} adds {units.duration(other.median)}, {times}"
 
     def _other_cast(self) -> Iterator[str]:
         """The best of the same path with the cast elsewhere, where that is clearly slower."""
@@ -301,7 +303,7 @@ class Verdict:
         best = min(others, key=lambda e: e.median, default=None)
         if best is not None and self._ratio(best, self.chosen) > 1 + self.noise:
             times = f"{self._ratio(best, self.chosen):.2f} times as much"
-            yield f"with the cast on the {best.record.cast} the same path adds {_shown(best.median)}, {times}"
+            yield f"with the cast on the {best.record.cast} the same path adds {units.duration(best.median)}, {times}"
 
     def _not_tried(self) -> Iterator[str]:
         if self.rules.not_on_offer is not None:
@@ -329,7 +331,7 @@ class Verdict:
             yield f"{what}: it {limit}; without offload_param it is not made"
         elif choice.path != "pinned" and not choice.pin_optimizer:
             flat = sum(map(host.pinned_block_bytes, flat_blocks(self.rules.workload)))
-            yield f"{what}: {flat:,} bytes"
+            yield f"{what}: {units.size(flat)}"
 
 
 def _modesty(entrant: Entrant[Candidate]) -> tuple[int, int, float]:
@@ -358,13 +360,9 @@ def words(record: Candidate | Baseline) -> str:
         return f"{record.name} into {record.memory} memory"
     said = f"{record.path} with the cast on the {record.cast}"
     if record.path == "staged":
-        said += f" through {record.buffer_count} buffers of {record.buffer_bytes:,} bytes"
+        said += f" through {record.buffer_count} buffers of {units.size(record.buffer_bytes)}"
     elif record.cast == "device":
-        said += f" in pieces of {record.buffer_bytes:,} bytes"
+        said += f" in pieces of {units.size(record.buffer_bytes)}"
     if not record.host_threads:
         return said
     return said + f", {record.host_threads} host thread{'s' if record.host_threads > 1 else ''}"
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"

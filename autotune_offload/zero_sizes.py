@@ -66,11 +66,13 @@ def _reduce_bucket(link: Line, workload: Workload, room: int) -> tuple[int, str]
 def _prefetch_bucket(link: Line, workload: Workload, low: int, room: int) -> tuple[int, str]:
     efficient = int(link.bytes_at_efficiency(_EFFICIENCY) / low) * workload.world_size
     largest = workload.parameters[0][0]
-    value = _power_of_two(max(efficient, min(largest, _PREFETCH_BUCKET_ELEMENTS)), room)
+    wanted = max(efficient, min(largest, _PREFETCH_BUCKET_ELEMENTS))
+    value = _power_of_two(wanted, room)
     return value, (
-        f"{value:,} elements: room for the largest parameter ahead ({largest:,}) up to DeepSpeed's own "
-        f"{_PREFETCH_BUCKET_ELEMENTS:,}, and for the {efficient:,} at which h2d reaches {_EFFICIENCY:.0%} of its "
-        f"{link.bytes_per_second / 1e9:.3g} GB/s; {_DEVICE_MEMORY_SHARE:.0%} of the device's memory at most"
+        f"{value:,} elements: the power of two that holds {wanted:,}, or {_DEVICE_MEMORY_SHARE:.0%} of the device's "
+        f"memory where that is less. That is the larger of two: the largest parameter ({largest:,}), which counts "
+        f"up to DeepSpeed's own {_PREFETCH_BUCKET_ELEMENTS:,}, and the {efficient:,} at which h2d reaches "
+        f"{_EFFICIENCY:.0%} of its {link.bytes_per_second / 1e9:.3g} GB/s"
     )
 
 
@@ -85,8 +87,16 @@ def _persistence(link: Line, low: int, room: int) -> tuple[int, str]:
 
 def _sub_group(pin: PinCost) -> tuple[int | None, str]:
     """Only a block that cannot be pinned asks for smaller tiles; DeepSpeed pins one a sub-group."""
-    if pin.capped or not pin.largest_bytes or pin.largest_bytes >= 4 * SUB_GROUP_ELEMENTS:
-        return None, "no block that DeepSpeed pins for a sub-group failed here, so its own value stays"
+    if not pin.largest_bytes:
+        return (
+            None,
+            "DeepSpeed's own value stays: nothing is page-locked here, so no sub-group is too large for it",
+        )
+    if pin.capped or pin.largest_bytes >= 4 * SUB_GROUP_ELEMENTS:
+        return (
+            None,
+            "DeepSpeed's own value stays: it page-locks one block a sub-group, and none was too large here",
+        )
     value = max(pin.largest_bytes // 4, 1)
     return value, f"{value:,} elements: the largest block that pins here has {pin.largest_bytes:,} bytes"
 

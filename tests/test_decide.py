@@ -230,9 +230,7 @@ def test_the_fastest_beyond_the_noise_wins(stage: Stage, path: str) -> None:
     assert "adds 500 ms to a backward pass; DeepSpeed's own explicit_upcast_non_blocking" in choice.reasons[0]
     assert "4.00x, noise 2.0%" in choice.reasons[0]
     for other in {"direct", "pinned", "staged"} - {path}:
-        assert f"adds 1e+03 ms, {2.0:.2f} times as much" in reasons(decision).replace("1 s", "1e+03 ms"), (
-            other
-        )
+        assert "adds 1.00 s, 2.00 times as much" in reasons(decision), other
 
 
 def test_the_best_buffers_of_a_path_are_found(stage: Stage) -> None:

@@ -9,7 +9,19 @@ from __future__ import annotations
 import click
 
 import autotune_offload
-from autotune_offload.cli import apply, doctor, explain, fleet, probe, profiles, run, show, simulate, verify
+from autotune_offload.cli import (
+    apply,
+    doctor,
+    explain,
+    fleet,
+    probe,
+    profiles,
+    report,
+    run,
+    show,
+    simulate,
+    verify,
+)
 from autotune_offload.cli.outcome import Verbs
 from autotune_offload.cli.output import end_of_results
 
@@ -42,7 +54,7 @@ def cli() -> None:
     """Measure how fast this machine moves ZeRO-3 offload data, and set DeepSpeed up accordingly."""
 
 
-for _verb in (probe, show, explain, apply, verify, simulate, run, fleet, profiles, doctor):
+for _verb in (probe, show, explain, apply, verify, simulate, run, fleet, report, profiles, doctor):
     cli.add_command(_verb.command)
 
 

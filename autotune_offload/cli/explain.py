@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from autotune_offload.cli import options, units
-from autotune_offload.cli.alternatives import (
+from autotune_offload import units
+from autotune_offload.alternatives import (
     Alternative,
     alternatives,
     best_of_each,
     rejections,
     verdict,
 )
+from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json
 from autotune_offload.cli.stored import find_profile, open_store
 
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 def command(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
     """Explain a stored choice: PROFILE is a file or the start of a key, by default the newest.
 
-    Shows the best candidate of each path and cast and each sequence of DeepSpeed's own, what it costs a
-    backward pass against the chosen one, and the rule or the limit that put it aside.
+    Shows the best candidate of each path and cast and each sequence of DeepSpeed's own: what it costs a
+    backward pass against the chosen one, the rule or the limit that put it aside, what would have to
+    change on this machine for it to win, and the command that checks it.
     """
     found, path = find_profile(open_store(cache), profile)
     if as_json:
@@ -43,13 +45,19 @@ def command(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
 
 
 def _document(profile: Profile, path: Path) -> dict[str, Any]:
+    from autotune_offload import explanation
     from autotune_offload.records import to_plain
 
     return {
         "profile": str(path),
         "choice": to_plain(profile.choice),
         "alternatives": [
-            {**asdict(row), "verdict": verdict(row, profile.choice)}
+            {
+                **{each.name: getattr(row, each.name) for each in fields(row) if each.name != "way"},
+                "verdict": verdict(row, profile.choice),
+                "to_win": explanation.to_win(row, profile),
+                "check": explanation.check(row, profile),
+            }
             for row in best_of_each(alternatives(profile))
         ],
         "rejected": [
@@ -67,7 +75,9 @@ def _print(out: Console, profile: Profile) -> None:
     bullets(out, choice.reasons)
     out.print(_gain(choice))
     heading(out, "The best of each kind (time added to a backward pass, ratio to the chosen)")
-    _print_alternatives(out, best_of_each(alternatives(profile)), choice)
+    rows = best_of_each(alternatives(profile))
+    _print_alternatives(out, rows)
+    _print_doubts(out, rows, profile)
     _print_rejections(out, rejections(profile))
     _print_sizes(out, choice)
 
@@ -80,8 +90,8 @@ def _gain(choice: Choice) -> str:
     )
 
 
-def _print_alternatives(out: Console, rows: list[Alternative], choice: Choice) -> None:
-    from autotune_offload.cli.readable import bullets, mark, table
+def _print_alternatives(out: Console, rows: list[Alternative]) -> None:
+    from autotune_offload.cli.readable import MARKS, mark, table
 
     grid = table("", "path", folds="details", right=("predicted", "measured", "ratio"))
     for row in rows:
@@ -94,8 +104,23 @@ def _print_alternatives(out: Console, rows: list[Alternative], choice: Choice) -
             units.times(row.times_chosen),
         )
     out.print(grid)
-    out.print()
-    bullets(out, (f"{row.name}: {verdict(row, choice)}" for row in rows if not (row.chosen or row.rejected)))
+    out.print(MARKS)
+
+
+def _print_doubts(out: Console, rows: list[Alternative], profile: Profile) -> None:
+    """Of each alternative: what put it aside, what would have to change, how to check."""
+    from autotune_offload import explanation
+    from autotune_offload.cli.readable import heading, pairs
+
+    heading(out, "Why not the others, and what would have to change")
+    for row in rows:
+        if not row.chosen:
+            out.print(f"\n{row.name}{f' ({row.detail})' if row.detail else ''}")
+            grid = pairs()
+            grid.add_row("  put aside:", verdict(row, profile.choice))
+            grid.add_row("  to win:", explanation.to_win(row, profile))
+            grid.add_row("  check:", explanation.check(row, profile))
+            out.print(grid)
 
 
 def _print_rejections(out: Console, groups: list[list[Alternative]]) -> None:
@@ -112,8 +137,10 @@ def _names(rows: list[Alternative]) -> str:
 
 
 def _print_sizes(out: Console, choice: Choice) -> None:
+    from autotune_offload import zero3
     from autotune_offload.cli.readable import bullets, heading
 
+    keys = {key.field: key.spellings[0] for key in zero3.KEYS}
     if choice.sizes.reasons:
         heading(out, "ZeRO-3 sizes")
-        bullets(out, choice.sizes.reasons.values())
+        bullets(out, (f"{keys.get(name, name)}: {why}" for name, why in choice.sizes.reasons.items()))

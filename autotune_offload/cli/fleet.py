@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autotune_offload.cli import options, units
+from autotune_offload import units
+from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json, notice
 from autotune_offload.errors import ProfileError
 

@@ -30,6 +30,9 @@ _SIZE_UNITS = {
     **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", start=1)},
 }
 
+LEAST_BUDGET_SECONDS = 0.2
+"""As in `autotune_offload.probing`, which is slow to import; a test holds them together."""
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """The spelling of the command line, which is DeepSpeed's, to torch's."""
 
@@ -63,6 +66,16 @@ def positive_seconds(text: str) -> float:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise click.BadParameter(f"{text!r} is not a time; expected seconds above 0 such as 5 or 2.5")
+    return seconds
+
+
+def budget_seconds(text: str) -> float:
+    """A time to measure for: at least what `probing` takes for possible, told before anything is imported."""
+    seconds = positive_seconds(text)
+    if seconds < LEAST_BUDGET_SECONDS:
+        raise click.BadParameter(
+            f"{text} s is too short to measure anything; expected at least {LEAST_BUDGET_SECONDS:g} s"
+        )
     return seconds
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from autotune_offload.cli.output import drop_results
 from autotune_offload.errors import AutotuneError
 from autotune_offload.interruption import Terminated, raising
 
@@ -26,6 +27,9 @@ class Verbs(click.Group):
                 return super().invoke(ctx)
         except AutotuneError as error:
             raise click.ClickException(str(error)) from error
+        except BrokenPipeError:  # whoever read has read enough, as `head` does: no failure of ours
+            drop_results()
+            ctx.exit(0)
         except OSError as error:
             if error.errno not in _FULL:
                 raise

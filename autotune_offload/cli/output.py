@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -26,7 +27,17 @@ def stdout_set_aside() -> Iterator[None]:
 
     DeepSpeed and torch log to stdout, at import too. Only the result of a verb belongs there.
     """
-    with contextlib.redirect_stdout(sys.stderr), _descriptor_set_aside():
+    with contextlib.redirect_stdout(sys.stderr), _descriptor_set_aside(), _without_deprecations():
+        yield
+
+
+@contextlib.contextmanager
+def _without_deprecations() -> Iterator[None]:
+    """What torch and DeepSpeed plan to change in each other is nothing that a user can act on here."""
+    with warnings.catch_warnings():
+        if not sys.warnoptions:  # who asks for warnings gets them
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 
@@ -65,6 +76,15 @@ def end_of_results() -> None:
         os.dup2(2, 1)
 
 
+def drop_results() -> None:
+    """Let go of what is left to be written to stdout, whose reader has gone."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):
+        os.dup2(nowhere, 1)
+    os.close(nowhere)
+    _flush_everything()
+
+
 def emit_json(document: object) -> None:
     """Write the one JSON document of a verb to stdout. Infinities and not-a-numbers become null."""
     click.echo(json.dumps(finite(document), indent=2, allow_nan=False))
@@ -93,7 +113,14 @@ def console(*, stderr: bool = False) -> Console:
     """
     from rich.console import Console
 
-    made = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    class Plain(Console):
+        """rich ends the program with 1 where the reader has gone; here that is for `outcome` to say."""
+
+        def on_broken_pipe(self) -> None:
+            """Say so, and end nothing."""
+            raise BrokenPipeError
+
+    made = Plain(stderr=stderr, markup=False, emoji=False, highlight=False)
     made.width = min(made.width, WIDEST)
     return made
 

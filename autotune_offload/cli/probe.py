@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import click
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from autotune_offload.store import Miss, Store
 
 PLANS = ("quick", "standard", "thorough")
+PathWanted = Literal["auto", "direct", "pinned", "staged", "deepspeed"]
+CastWanted = Literal["auto", "device", "host"]
+"""As in the ``autotune_offload`` block (`ds_config.Settings`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,8 @@ class _Request:
     plan: str | None
     budget_seconds: float | None
     max_pinned_bytes: int | None
+    path: PathWanted
+    cast: CastWanted
     refresh: bool
     save: bool
     collect: Path | None
@@ -37,7 +42,7 @@ class _Request:
 @click.command("probe", short_help="Measure this host, choose, save the profile.")
 @click.option(
     "--budget",
-    type=options.positive_seconds,
+    type=options.budget_seconds,
     metavar="SECONDS",
     help="Time to measure for, imports not counted.",
 )
@@ -48,6 +53,18 @@ class _Request:
     type=options.byte_size,
     metavar="SIZE",
     help="Never page-lock more than this: 4GiB, 512MiB.",
+)
+@click.option(
+    "--path",
+    type=click.Choice(get_args(PathWanted)),
+    default="auto",
+    help="Try this path alone [default: all].",
+)
+@click.option(
+    "--cast",
+    type=click.Choice(get_args(CastWanted)),
+    default="auto",
+    help="Cast to fp32 there alone [default: both].",
 )
 @click.option("--refresh", is_flag=True, help="Measure again, even where a stored profile fits.")
 @click.option("--no-save", is_flag=True, help="Do not store what was measured.")
@@ -69,6 +86,8 @@ def command(
     accumulation_steps: int | None,
     dtype: str | None,
     max_pinned: int | None,
+    path: PathWanted,
+    cast: CastWanted,
     refresh: bool,
     no_save: bool,
     collect: Path | None,
@@ -92,6 +111,8 @@ def command(
             plan=plan,
             budget_seconds=budget,
             max_pinned_bytes=max_pinned,
+            path=path,
+            cast=cast,
             refresh=refresh,
             save=not no_save,
             collect=collect,
@@ -99,7 +120,7 @@ def command(
         if launched > 1:
             survey = _together(open_store(cache), request)
         else:
-            profile, path = _obtain(open_store(cache), request)
+            profile, saved = _obtain(open_store(cache), request)
     if launched > 1:
         together.show(survey, as_json=as_json)
     elif as_json:
@@ -109,7 +130,7 @@ def command(
     else:
         from autotune_offload.cli.readable import print_profile
 
-        print_profile(console(), profile, path)
+        print_profile(console(), profile, saved)
 
 
 def _obtain(store: Store, request: _Request) -> tuple[Profile, Path | None]:
@@ -147,7 +168,11 @@ def _settings(request: _Request) -> Settings:
     """What the options fix, as the ``autotune_offload`` block would."""
     from autotune_offload.ds_config import Settings
 
-    return Settings(max_pinned_bytes="auto" if request.max_pinned_bytes is None else request.max_pinned_bytes)
+    return Settings(
+        path=request.path,
+        cast=request.cast,
+        max_pinned_bytes="auto" if request.max_pinned_bytes is None else request.max_pinned_bytes,
+    )
 
 
 def _together(store: Store, request: _Request) -> Survey | None:
@@ -177,6 +202,7 @@ def _measure(request: _Request, missed: Miss | None, ranks_per_host: int = 1) ->
             plan=request.plan or "standard",
             budget_seconds=request.budget_seconds,
             max_pinned_bytes=request.max_pinned_bytes,
+            settings=_settings(request),
             progress=progress,
             missed=missed,
             ranks_per_host=ranks_per_host,

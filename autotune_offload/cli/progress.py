@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,10 @@ PATIENCE_SECONDS = 1.0
 """What is over sooner shows no progress."""
 
 
-MOST_CHARACTERS = 30
+SEEN_SHARE = 0.1
+"""Of the work that must be done before a guess at the rest is worth showing."""
+
+MOST_CHARACTERS = 26
 """Of what is being measured; more would squeeze the bar on 80 columns."""
 
 
@@ -26,6 +30,7 @@ class Reporter:
     def __init__(self, title: str) -> None:
         self._title = title
         self._what, self._share = "", 0.0
+        self._started = time.monotonic()
         self._lock = threading.Lock()  # the timer's one call comes from a thread of its own
         self._timer = threading.Timer(PATIENCE_SECONDS, self._begin)
         self._timer.daemon = True
@@ -67,8 +72,16 @@ class Reporter:
         if self._bar is None:
             self._bar = _open_bar(self._title)
         bar, task = self._bar
-        bar.update(task, completed=self._share, what=self._what[:MOST_CHARACTERS])
+        left = time_left(time.monotonic() - self._started, self._share)
+        bar.update(task, completed=self._share, what=self._what[:MOST_CHARACTERS], left=left)
         bar.refresh()
+
+
+def time_left(elapsed_seconds: float, share: float) -> str:
+    """``3 s left``, if the rest goes on as the work so far; nothing before that can be guessed."""
+    if not SEEN_SHARE <= share < 1:
+        return ""
+    return f"{elapsed_seconds * (1 - share) / share:.0f} s left"
 
 
 def _open_bar(title: str) -> tuple[Progress, TaskID]:
@@ -76,8 +89,9 @@ def _open_bar(title: str) -> tuple[Progress, TaskID]:
 
     bar = Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=18),
         TaskProgressColumn(),
+        TextColumn("{task.fields[left]}", markup=False),
         TextColumn("{task.fields[what]}", markup=False),
         console=console(stderr=True),
         auto_refresh=False,  # a refreshing thread would run inside what is being timed
@@ -85,6 +99,6 @@ def _open_bar(title: str) -> tuple[Progress, TaskID]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    task = bar.add_task(title, total=1.0, what="")
+    task = bar.add_task(title, total=1.0, what="", left="")
     bar.start()
     return bar, task

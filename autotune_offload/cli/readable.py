@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune_offload.cli import units
-from autotune_offload.cli.alternatives import Alternative, alternatives, best_of_each, detail_of, name_of
+from autotune_offload import units
+from autotune_offload.alternatives import Alternative, alternatives, best_of_each, detail_of, name_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 
 MOST_ALTERNATIVES = 12
 _COLUMNS_A_TABLE = 4
+_PLOT_WIDTH = 78
+
+MARKS = "> chosen  = installed DeepSpeed's own  * other versions' own"
+"""What `mark` means."""
+
 _KINDS = {"d2h": "device to host", "h2d": "host to device", "h2h": "host to host"}
 
 
-def print_profile(out: Console, profile: Profile, path: Path | None) -> None:
-    """Everything in `profile` that a person decides by, and where it is stored."""
+def print_profile(out: Console, profile: Profile, path: Path | None, *, plots: bool = False) -> None:
+    """Everything in `profile` that a person decides by, and where it is stored; with `plots`, the curves drawn."""
     print_facts(out, profile, path)
-    print_transfers(out, profile.transfers)
+    print_transfers(out, profile.transfers, plots=plots)
     print_costs(out, profile)
     print_alternatives(out, profile)
     print_choice(out, profile)
@@ -50,8 +55,8 @@ def print_facts(out: Console, profile: Profile, path: Path | None) -> None:
     out.print(grid)
 
 
-def print_transfers(out: Console, transfers: Sequence[Transfer]) -> None:
-    """The bandwidth curves, one table a kind: sizes down, kinds of memory across."""
+def print_transfers(out: Console, transfers: Sequence[Transfer], *, plots: bool = False) -> None:
+    """The bandwidth curves, one table a kind: sizes down, kinds of memory across; with `plots`, drawn too."""
     for kind, words in _KINDS.items():
         points = [each for each in transfers if each.kind == kind]
         columns = list(dict.fromkeys(_column(each) for each in sorted(points, key=_column_order)))
@@ -59,6 +64,17 @@ def print_transfers(out: Console, transfers: Sequence[Transfer]) -> None:
             part = columns[first : first + _COLUMNS_A_TABLE]
             heading(out, f"{kind}, {words}: GB/s (spread: interquartile range over median)")
             out.print(_curve(points, part))
+        if plots:
+            _print_plot(out, points)
+
+
+def _print_plot(out: Console, points: Sequence[Transfer]) -> None:
+    from autotune_offload.cli.plot import curves
+
+    drawn = curves(points, min(out.width, _PLOT_WIDTH))
+    if drawn:
+        out.print()
+        out.print(drawn, soft_wrap=True)
 
 
 def print_costs(out: Console, profile: Profile) -> None:
@@ -100,7 +116,7 @@ def print_alternatives(out: Console, profile: Profile) -> None:
         )
     out.print(grid)
     hidden = f"  ({len(rows) - len(shown)} more in --json)" if len(rows) > len(shown) else ""
-    out.print(f"> chosen  = installed DeepSpeed's own  * other versions' own{hidden}")
+    out.print(f"{MARKS}{hidden}")
 
 
 def print_choice(out: Console, profile: Profile) -> None:

@@ -30,4 +30,4 @@ def show(wanted: str | None, cache: Path | None, *, as_json: bool) -> None:
     else:
         from autotune_offload.cli.readable import print_profile
 
-        print_profile(console(), found, path)
+        print_profile(console(), found, path, plots=True)

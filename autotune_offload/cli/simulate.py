@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autotune_offload.cli import options, units
+from autotune_offload import units
+from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json, notice, stdout_set_aside
 from autotune_offload.cli.probe import PLANS
 from autotune_offload.cli.progress import Reporter
@@ -40,9 +41,7 @@ _PINS = {(True, True): "both", (True, False): "state", (False, True): "params", 
 @click.option("--list", "listing", is_flag=True, help="List the machines and end.")
 @options.workload_options("--ranks")
 @click.option("--plan", type=click.Choice(PLANS), default="standard", help="How much to measure.")
-@click.option(
-    "--budget", type=options.positive_seconds, metavar="SECONDS", help="Virtual time to measure for."
-)
+@click.option("--budget", type=options.budget_seconds, metavar="SECONDS", help="Virtual time to measure for.")
 @click.option(
     "--max-pinned",
     type=options.byte_size,
@@ -223,7 +222,7 @@ def _print_table(out: Console, pairs: list[tuple[Machine, Profile]]) -> None:
 
 
 def _row(profile: Profile) -> list[str]:
-    from autotune_offload.cli.alternatives import chosen_candidate
+    from autotune_offload.alternatives import chosen_candidate
 
     choice, chosen = profile.choice, chosen_candidate(profile)
     own = next((each for each in profile.baselines if each.installed), None)

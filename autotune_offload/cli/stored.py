@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autotune_offload.cli.output import notice
 from autotune_offload.errors import ProfileError
@@ -28,8 +30,9 @@ def find_profile(store: Store, wanted: str | None) -> tuple[Profile, Path]:
         ProfileError: nothing there, nothing that can be read, or several names that start so.
     """
     if wanted is not None:
-        named = Path(wanted)
-        path = named if os.sep in wanted or named.is_file() else _only_match(store, wanted)
+        if _is_path(wanted):
+            return _only_one(read_profiles(Path(wanted)), wanted), Path(wanted)
+        path = _only_match(store, wanted)
         return store.load(path), path
     readable = readable_profiles(store)
     if not readable:
@@ -37,6 +40,39 @@ def find_profile(store: Store, wanted: str | None) -> tuple[Profile, Path]:
             f"no profile is stored in {store.folder}; run `autotune-offload probe` to measure this host"
         )
     return readable[0]
+
+
+def find_profiles(store: Store, wanted: Sequence[str]) -> list[tuple[str, Profile]]:
+    """Each of `wanted` as `find_profile` finds it, under the name it came by; a file may hold several.
+
+    Raises:
+        ProfileError: as `find_profile`.
+    """
+    found: list[tuple[str, Profile]] = []
+    for each in wanted or (None,):
+        if each is not None and _is_path(each):
+            found += [(each, profile) for profile in read_profiles(Path(each))]
+        else:
+            profile, path = find_profile(store, each)
+            found.append((str(path), profile))
+    return found
+
+
+def read_profiles(path: Path) -> list[Profile]:
+    """The profiles in a file: a stored one, or what `probe --json` or `simulate --json` printed.
+
+    Raises:
+        ProfileError: the file cannot be read, or holds no profile; says what to do.
+    """
+    from autotune_offload.store import Store
+
+    document = _json_document(path)
+    if document is None:
+        _refuse_a_machine(path)
+        return [Store().load(path)]
+    listed = document.get("machines")
+    documents = listed if isinstance(listed, list) else [document]
+    return [_from_document(path, each) for each in documents]
 
 
 def readable_profiles(store: Store) -> list[tuple[Profile, Path]]:
@@ -79,6 +115,60 @@ def _only_match(store: Store, wanted: str) -> Path:
 
 def _key_in(path: Path) -> str:
     return path.stem.rpartition("-")[2]
+
+
+def _only_one(profiles: list[Profile], wanted: str) -> Profile:
+    if len(profiles) != 1:
+        raise ProfileError(
+            f"{wanted} holds {len(profiles)} profiles, and one was expected; "
+            f"`autotune-offload report {wanted}` shows them side by side"
+        )
+    return profiles[0]
+
+
+def _json_document(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None for what is no JSON, which the store then reads or refuses."""
+    import msgspec
+
+    from autotune_offload import documents
+
+    try:
+        document = msgspec.json.decode(documents.read_text(path)[0])
+    except (FileNotFoundError, documents.Refused, msgspec.DecodeError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _from_document(path: Path, document: object) -> Profile:
+    from autotune_offload.records import SCHEMA, Profile, from_plain
+
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise ProfileError(
+            f"{path} is JSON but no profile of schema {SCHEMA}; give what `autotune-offload probe --json` or "
+            "`autotune-offload simulate MACHINE --json` printed"
+        )
+    try:
+        return from_plain(document, Profile)
+    except ProfileError as error:
+        raise ProfileError(f"{path} is {error}") from error
+
+
+def _refuse_a_machine(path: Path) -> None:
+    """A machine's description, as `simulate --write` saves it, has a schema too but was never measured."""
+    from autotune_offload import machines
+    from autotune_offload.errors import ConfigError
+
+    if path.is_file():
+        with contextlib.suppress(ConfigError):
+            name = machines.load(str(path)).name
+            raise ProfileError(
+                f"{path} describes the machine {name} and holds no measurements; run "
+                f"`autotune-offload simulate {path} --json > {name}.json` and give {name}.json"
+            )
+
+
+def _is_path(wanted: str) -> bool:
+    return os.sep in wanted or Path(wanted).is_file()
 
 
 def fitting_profile(store: Store) -> tuple[Profile, Path]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autotune_offload.cli import options, units
+from autotune_offload import units
+from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json, stdout_set_aside
 from autotune_offload.cli.progress import Reporter
 from autotune_offload.cli.stored import find_profile, fitting_profile, open_store

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotune_offload.cli import units
+from autotune_offload import units
 
 if TYPE_CHECKING:
     from autotune_offload.records import Baseline, Candidate, Choice, Profile
 
+_BY_PREDICTION = "not tried: "
+"""How a rejection begins that is no limit's: put far behind by the model, or out of time (`candidates`, `verdict`)."""
 _QUANTITY = re.compile(r"\d[\w.,]*( ?(ns|us|ms|s|[kKMGT]i?B)\b)?")
 
 
@@ -23,6 +25,7 @@ class Alternative:
     `group` is what `explain` takes the best of. `times_chosen` is this cost over the chosen one's.
     """
 
+    way: Candidate | Baseline
     name: str
     detail: str
     group: str
@@ -35,6 +38,11 @@ class Alternative:
     samples: int
     rejected: str | None
     times_chosen: float | None = None
+
+    @property
+    def rejected_by_prediction(self) -> bool:
+        """Whether nothing forbade it: it was put aside before it was timed."""
+        return self.rejected is not None and self.rejected.startswith(_BY_PREDICTION)
 
     @property
     def order(self) -> tuple[bool, bool, float]:
@@ -137,6 +145,7 @@ def _parameters(each: Candidate | Choice) -> tuple[int, int, int]:
 
 def _of_candidate(each: Candidate, profile: Profile, *, chosen: bool) -> Alternative:
     return Alternative(
+        way=each,
         name=name_of(each.path, each.cast),
         detail=detail_of(each),
         group=name_of(each.path, each.cast),
@@ -154,6 +163,7 @@ def _of_candidate(each: Candidate, profile: Profile, *, chosen: bool) -> Alterna
 
 def _of_baseline(each: Baseline, chosen: Candidate | None) -> Alternative:
     return Alternative(
+        way=each,
         name=each.name,
         detail=f"{each.versions}, {each.memory}",
         group=f"{each.name}, {each.memory}",
