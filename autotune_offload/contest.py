@@ -10,7 +10,7 @@ import contextlib
 import math
 import random
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -144,12 +144,6 @@ class Race:
             if index in self._paths and (sure or not self.over):
                 self._time(index)
         self._rounds += 1
-
-    def leave(self, entrants: Collection[Entrant[Any]]) -> None:
-        """Time these no more."""
-        for index, entrant in enumerate(self.entrants):
-            if index in self._paths and any(entrant is other for other in entrants):
-                self._paths.pop(index).close()
 
     def _start(self, index: int, entrant: Entrant[Any]) -> None:
         """Build the path and warm it up: the first time with a check bit for bit."""

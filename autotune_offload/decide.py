@@ -42,6 +42,9 @@ _SEARCH_SHARE = 0.45
 _PLACES_SHARE = 0.2
 """Of the trials' time, where micro-steps can be added up in two places: for timing both."""
 
+_OLDER_SHARE = 0.3
+"""Of what is left after the first final rounds, for the sequences of older DeepSpeeds."""
+
 _LEAST_PASSES = 100
 """Passes over the sample that the trials' time should allow; the sample is made smaller for it."""
 
@@ -284,17 +287,19 @@ class _Contest:
     def _final_rounds(
         self, ranked: Sequence[Entrant[Candidate]], deadline: float
     ) -> tuple[Entrant[Candidate], ...]:
-        """All finalists and baselines in turn, from the start again: earlier rounds ran at other times.
+        """All finalists and DeepSpeed's own in turn, from the start again: earlier rounds ran at other times.
 
-        The older DeepSpeeds are shown, not decided by: they get no more than a few rounds.
+        The older DeepSpeeds are shown, not decided by: they get a few rounds among themselves, once there
+        are enough of the others, since a slow one would take the time that the decision rests on.
         """
         finalists = [replace(e, seconds=[]) for e in ranked]
         baselines = [replace(e, seconds=[]) for e in self.baselines if e.failed is None]
+        own = [e for e in baselines if e.record.name == self.installed.record.name]
         older = [e for e in baselines if e.record.name != self.installed.record.name]
-        with Race(self.device, self.bench, _dealt(finalists, baselines), deadline=deadline) as race:
+        with Race(self.device, self.bench, _dealt(finalists, own), deadline=deadline) as race:
             for index in range(_MAX_ROUNDS):
                 if index == _MIN_ROUNDS:
-                    race.leave(older)
+                    self._time_older(older, deadline)
                 race.round()
                 if race.over:
                     break
@@ -306,6 +311,13 @@ class _Contest:
                 self.baselines = [baseline if b.record == baseline.record else b for b in self.baselines]
         latest = [self.candidates[key(e.record)] for e in ranked]
         return tuple(e for e in latest if e.timed)
+
+    def _time_older(self, older: list[Entrant[Baseline]], deadline: float) -> None:
+        now = self.device.now()
+        until = now + (deadline - now) * _OLDER_SHARE
+        with Race(self.device, self.bench, older, deadline=until) as race:
+            for _ in range(_MIN_ROUNDS):
+                race.round()
 
 
 def _dealt(finalists: list[Entrant[Candidate]], baselines: list[Entrant[Baseline]]) -> list[Entrant[Any]]:

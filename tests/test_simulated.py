@@ -606,12 +606,15 @@ def predictions(described: Machine) -> dict[object, float]:
 @few
 @given(random_machines(), st.integers(0, 1000))
 def test_noise_below_the_tie_flips_no_decision_with_a_real_margin(described: Machine, seed: int) -> None:
-    """Where every other path is over 10 % behind, 1 % of noise leaves path and cast alone."""
+    """Where every other path is over 10 % behind, 1 % of noise leaves path and cast alone.
+
+    A probe that had no time for enough rounds says itself that its noise is larger; then that counts.
+    """
     load = workload.from_parameter_count(20_000_000)
     still = quick(described, load)
     best = best_by_kind(still)
     mine = best.pop((still.choice.path, still.choice.cast))
-    if min(best.values(), default=0.0) < 1.1 * mine:
+    if min(best.values(), default=0.0) < max(1.1, 1 + still.choice.noise) * mine:
         return
     noisy = quick(described, load, noise=0.01, seed=seed).choice
     assert (noisy.path, noisy.cast) == (still.choice.path, still.choice.cast)
