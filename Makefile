@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --qui
 # Removes the locks of builds that were killed: torch would wait for them for ever.
 CLEAR_LOCKS := $(BIN)/python -m tests.op_builds
 
-.PHONY: help demo test matrix matrix-half lint format docs bench clean
+.PHONY: help demo test test-long matrix matrix-half lint format docs bench clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,8 +39,13 @@ demo: $(STAMP)  ## probe this machine, then train a small GPT with what was chos
 	@$(CLEAR_LOCKS)
 	$(BIN)/python examples/train_gpt.py
 
-test: lint  ## lint, type check and all tests
-	$(BIN)/python -m pytest -q -m 'not matrix'
+test: lint  ## lint, type check and the tests
+	@$(CLEAR_LOCKS)
+	$(BIN)/python -m pytest -q -m 'not matrix and not long'
+
+test-long: $(STAMP)  ## the tests that take long: launchers, eight ranks, whole scripts, the code of the docs
+	@$(CLEAR_LOCKS)
+	$(BIN)/python -m pytest -q -m 'long and not matrix'
 
 matrix: $(STAMP)  ## train on ten versions of DeepSpeed, with and without the path: about half an hour
 	@$(CLEAR_LOCKS)

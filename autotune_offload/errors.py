@@ -1,5 +1,7 @@
 """Every exception that this package raises on purpose.
 
+::
+
     AutotuneError
     ├── ConfigError        a ds_config, a probe plan or an argument that cannot be used
     ├── DeviceError        the accelerator cannot do what it was asked for

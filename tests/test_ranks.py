@@ -232,6 +232,7 @@ def test_tune_config_before_the_group_gives_one_answer_on_a_host(two: Results) -
 # -- launchers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_torchrun_launches_ranks_that_agree(tmp_path: Path) -> None:
     """Also when one of them never comes: the others name it, and train untuned."""
     port = free_port()
@@ -254,6 +255,7 @@ def test_torchrun_launches_ranks_that_agree(tmp_path: Path) -> None:
     assert found["never_comes"][0]["decided_seconds"] < ranks.WAIT_SECONDS + 5
 
 
+@pytest.mark.long
 def test_deepspeed_launches_ranks_that_agree(tmp_path: Path) -> None:
     """Its launcher adds an argument and sets LOCAL_SIZE."""
     deepspeed = Path(sys.executable).with_name("deepspeed")
@@ -285,6 +287,7 @@ def test_probe_under_a_launcher_prints_one_document(tmp_path: Path) -> None:
     assert len(list((tmp_path / "profiles").glob("*.yaml"))) == 1
 
 
+@pytest.mark.long
 def test_four_ranks_agree(tmp_path: Path) -> None:
     """With a stored profile on the second time."""
     found = bare(tmp_path, 4, "stock", "plain", "pinning_differs")
@@ -294,6 +297,7 @@ def test_four_ranks_agree(tmp_path: Path) -> None:
     trained_like_stock(found, "pinning_differs")
 
 
+@pytest.mark.long
 def test_eight_ranks_agree(tmp_path: Path) -> None:
     """One of them slow, and one host for all."""
     found = bare(tmp_path, 8, "stock", "slow_link_on_one")
@@ -336,6 +340,7 @@ def namespaces() -> Iterator[dict[str, str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+@pytest.mark.long
 def test_two_hosts_agree(tmp_path: Path, namespaces: dict[str, str]) -> None:
     """Each with its own address, name and cache, two ranks on each: sizes for all, the path for each."""
     processes = []

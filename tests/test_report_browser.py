@@ -74,6 +74,7 @@ def test_the_page_is_silent_and_fits(browser: Any, file: Path, size: dict[str, i
     assert all(chart.bounding_box()["height"] > 50 for chart in seen.page.locator(".chart:visible").all())
 
 
+@pytest.mark.long
 @each_view
 def test_axe_finds_nothing(browser: Any, file: Path, size: dict[str, int], scheme: str) -> None:
     """No rule of axe-core is broken, folds open."""

@@ -13,6 +13,7 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_descriptors_threads_and_our_own_objects_stay_as_they_are(tmp_path: Path) -> None:
     """Twenty starts and ends with a path attached; `python -m tests.reliability.soak` runs 500."""
