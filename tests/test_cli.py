@@ -935,7 +935,7 @@ def test_the_fewest_steps_are_those_of_the_comparison() -> None:
     assert FEWEST_STEPS == training.FEWEST_STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_verify_trains_for_real(tmp_path: Path) -> None:
     """A child process trains both variants, and stdout holds the document alone."""
     choice = make_choice(path="direct", cast="host", buffer_count=1)
