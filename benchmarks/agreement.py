@@ -11,7 +11,7 @@
    requests of a job would keep it busy.
 
 Bytes are keys and values, without TCP's own. Asking again while waiting ("polls") depends on how long a rank
-waits and is counted apart. With --json the last line of stdout is one JSON document. The exit status is 1 where
+waits and is counted apart. With --json one JSON document and nothing else. The exit status is 1 where
 a goal is missed.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import multiprocessing
 import os
@@ -38,6 +37,7 @@ from autotune_offload.agree import Agreement, Group
 from autotune_offload.probing import probe
 from autotune_offload.records import Profile, from_plain, to_plain
 from autotune_offload.workload import from_parameter_count
+from benchmarks.output import reporting
 
 REAL_RANKS = (2, 4, 8)
 THREADED_RANKS = (64, 256, 1024, 4096)
@@ -309,39 +309,40 @@ def requests_a_second() -> float:
 def main() -> int:
     """Prints every figure; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="all figures as JSON on the last line")
+    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     parser.add_argument("--repeat", type=int, default=20, help="agreements of the real ranks (20)")
     parser.add_argument("--most", type=int, default=THREADED_RANKS[-1], help="ranks as threads at most")
     options = parser.parse_args()
-    profile = probe(workload=from_parameter_count(10**6), plan="quick", budget_seconds=1.0)
-    processes = []
-    for ranks in REAL_RANKS:
-        processes.append(real(ranks, profile, options.repeat))
-        print(processes[-1], flush=True)
-    threads = []
-    for ranks in (ranks for ranks in THREADED_RANKS if ranks <= options.most):
-        threads.append(threaded(ranks, profile))
-        print(threads[-1], flush=True)
-    power, rate = growth(threads), requests_a_second()
-    largest = threads[-1]
-    print(f"all bytes grow with the power {power:.2f} of the ranks")
-    print(
-        f"one store answers {rate:,.0f} requests a second: {largest.ranks:,} ranks keep it busy for "
-        f"{largest.ranks * largest.mean_requests / rate:.2f} s, without their polls"
-    )
-    goals = {
-        f"under {LIMIT_SECONDS * 1e3:.0f} ms at {REAL_RANKS[-1]} ranks": processes[-1].median_seconds
-        < LIMIT_SECONDS,
-        f"under {LIMIT_BYTES} bytes on every rank": max(f.most_bytes for f in processes + threads)
-        < LIMIT_BYTES,
-        "no rank reads more than its host": max(f.most_messages_read for f in threads) <= RANKS_PER_HOST + 2,
-        "bytes a rank do not grow": power < 1.05,
-    }
-    for goal, met in goals.items():
-        print(f"{goal}: {'ok' if met else 'MISSED'}")
-    if options.json:
+    with reporting(options.json) as emit:
+        profile = probe(workload=from_parameter_count(10**6), plan="quick", budget_seconds=1.0)
+        processes = []
+        for ranks in REAL_RANKS:
+            processes.append(real(ranks, profile, options.repeat))
+            print(processes[-1], flush=True)
+        threads = []
+        for ranks in (ranks for ranks in THREADED_RANKS if ranks <= options.most):
+            threads.append(threaded(ranks, profile))
+            print(threads[-1], flush=True)
+        power, rate = growth(threads), requests_a_second()
+        largest = threads[-1]
+        print(f"all bytes grow with the power {power:.2f} of the ranks")
+        print(
+            f"one store answers {rate:,.0f} requests a second: {largest.ranks:,} ranks keep it busy for "
+            f"{largest.ranks * largest.mean_requests / rate:.2f} s, without their polls"
+        )
+        goals = {
+            f"under {LIMIT_SECONDS * 1e3:.0f} ms at {REAL_RANKS[-1]} ranks": processes[-1].median_seconds
+            < LIMIT_SECONDS,
+            f"under {LIMIT_BYTES} bytes on every rank": max(f.most_bytes for f in processes + threads)
+            < LIMIT_BYTES,
+            "no rank reads more than its host": max(f.most_messages_read for f in threads)
+            <= RANKS_PER_HOST + 2,
+            "bytes a rank do not grow": power < 1.05,
+        }
+        for goal, met in goals.items():
+            print(f"{goal}: {'ok' if met else 'MISSED'}")
         figures = {"processes": [*map(asdict, processes)], "threads": [*map(asdict, threads)]}
-        print(json.dumps({**figures, "growth": power, "requests_per_second": rate, "goals": goals}))
+        emit({**figures, "growth": power, "requests_per_second": rate, "goals": goals})
     return 0 if all(goals.values()) else 1
 
 
