@@ -313,6 +313,10 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=20, help="agreements of the real ranks (20)")
     parser.add_argument("--most", type=int, default=THREADED_RANKS[-1], help="ranks as threads at most")
     options = parser.parse_args()
+    if options.repeat < 1 or options.most < THREADED_RANKS[1]:
+        parser.error(
+            f"expected --repeat of at least 1 and --most of at least {THREADED_RANKS[1]}, to see a growth"
+        )
     with reporting(options.json) as emit:
         profile = probe(workload=from_parameter_count(10**6), plan="quick", budget_seconds=1.0)
         processes = []
