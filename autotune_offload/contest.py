@@ -19,7 +19,7 @@ from autotune_offload.candidates import PARAMETERS, key, predicted
 from autotune_offload.device import Device
 from autotune_offload.errors import AutotuneError
 from autotune_offload.measure import interquartile_range
-from autotune_offload.paths import STOCK_SEQUENCES, build, destination_memory
+from autotune_offload.paths import build, destination_memory, named_sequence
 from autotune_offload.records import Accumulate, Baseline, Candidate, Memory
 from autotune_offload.trials import Bench, Window
 
@@ -187,7 +187,7 @@ class Trial:
         record = entrant.record
         if isinstance(record, Candidate):
             return build(self.device, record, self.bench.dtype)
-        sequence = next(s for s in STOCK_SEQUENCES if s.name == record.name)
+        sequence = named_sequence(record.name)
         return sequence.build(self.device, self.bench.dtype, self.bench.largest_elements)
 
     def check(self, built: Any, memory: Memory) -> None:

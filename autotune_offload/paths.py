@@ -562,6 +562,11 @@ _STOCK_PATHS: dict[str, type[StockPath]] = {
 }
 
 
+def named_sequence(name: str) -> StockSequence:
+    """One of `STOCK_SEQUENCES` by its name, as a `Baseline` has it."""
+    return next(sequence for sequence in STOCK_SEQUENCES if sequence.name == name)
+
+
 def stock_sequence(version: tuple[int, int, int]) -> StockSequence:
     """The sequence of a DeepSpeed version; older than any known counts as the oldest."""
     for sequence in reversed(STOCK_SEQUENCES):

@@ -382,6 +382,18 @@ class Profile(Record, frozen=True, kw_only=True):
     ranks_copying: int = 1
     """How many ranks of this host measured at the same time, each with its own device."""
 
+    @property
+    def measurements(self) -> Measurements:
+        """What was timed; its seconds are those of the whole probe."""
+        return Measurements(
+            transfers=self.transfers,
+            casts=self.casts,
+            sync=self.sync,
+            pin=self.pin,
+            stability=self.stability,
+            seconds=self.elapsed_seconds,
+        )
+
 
 # -- what stands in the way -----------------------------------------------------------------------
 

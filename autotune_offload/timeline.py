@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune_offload.cost_model import CostModel
-from autotune_offload.records import Baseline, Candidate, Measurements, Memory, Profile
+from autotune_offload.records import Baseline, Candidate, Memory, Profile
 from autotune_offload.workload import middle_elements
 
 Lane = Literal["device", "link", "host", "training waits"]
@@ -75,15 +75,7 @@ def timeline(profile: Profile, way: Candidate | Baseline) -> Timeline:
 
 def _model(profile: Profile) -> CostModel:
     on_host = profile.device.kind == "cpu"
-    measurements = Measurements(
-        transfers=profile.transfers,
-        casts=profile.casts,
-        sync=profile.sync,
-        pin=profile.pin,
-        stability=profile.stability,
-        seconds=profile.elapsed_seconds,
-    )
-    return CostModel(measurements, profile.workload, shares_host_memory=on_host, synchronous=on_host)
+    return CostModel(profile.measurements, profile.workload, shares_host_memory=on_host, synchronous=on_host)
 
 
 class _Schedule:

@@ -7,7 +7,7 @@ and what a trial returns is the time that offloading adds to that compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from autotune_offload.records import Memory, Workload
 MICRO_BATCH_TOKENS = 4096
 """Tokens of a micro-batch in the stand-in for compute: a context of 4,096 with one sequence."""
 
-_SQUARE = 1024
+SQUARE = 1024
 """Side of the stand-in's matrices."""
 
 
@@ -67,12 +67,12 @@ def sample(workload: Workload, most_elements: int) -> Sample:
     sizes = {size // parts: 0 for parts, size, _ in cut}
     for (parts, size, _), wanted in zip(cut, counts, strict=True):
         sizes[size // parts] += wanted
-    order = _interleaved(sizes)
+    order = interleaved(sizes)
     return Sample(sizes=order, scale=workload.elements / sum(order))
 
 
-def _interleaved(counts: dict[int, int]) -> tuple[int, ...]:
-    """Each size evenly over the whole order."""
+def interleaved(counts: Mapping[int, int]) -> tuple[int, ...]:
+    """Each size as often as its count says, evenly over the whole order, as a backward pass meets them."""
     placed = [((i + 0.5) / count, size) for size, count in counts.items() for i in range(count)]
     return tuple(size for _, size in sorted(placed))
 
@@ -269,20 +269,24 @@ def _compared(block: Tensor, expected: Tensor) -> None:
         raise MeasurementError(f"{wrong:,} of {wanted.numel():,} gradients arrived with wrong bits")
 
 
-class _Compute:
-    """Matrix products on the current stream, as many for each partition as its backward would take.
+def products(sizes: Sequence[int], world_size: int) -> list[int]:
+    """Products of two SQUARE by SQUARE matrices in the backward pass of each partition's parameter.
 
     A backward pass does 4 floating-point operations a parameter and token (Kaplan et al.,
     arXiv:2001.08361, section 2.1); a partition stands for `world_size` times as many parameters.
     """
+    return _whole([4 * MICRO_BATCH_TOKENS * size * world_size / (2 * SQUARE**3) for size in sizes])
+
+
+class _Compute:
+    """Matrix products on the current stream, as many for each partition as its backward would take."""
 
     def __init__(self, device: Device, sample: Sample, workload: Workload) -> None:
         self._device = device
         dtype: torch.dtype = getattr(torch, workload.dtype)
-        self._square = device.empty(_SQUARE * _SQUARE, dtype).zero_().view(_SQUARE, _SQUARE)
-        self._out = device.empty(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
-        flops = [4 * MICRO_BATCH_TOKENS * size * workload.world_size for size in sample.sizes]
-        self._products = _whole([one / (2 * _SQUARE**3) for one in flops])
+        self._square = device.empty(SQUARE * SQUARE, dtype).zero_().view(SQUARE, SQUARE)
+        self._out = device.empty(SQUARE * SQUARE, dtype).view(SQUARE, SQUARE)
+        self._products = products(sample.sizes, workload.world_size)
         self._multiply()  # the first product loads the kernel
         device.synchronize()
 

@@ -24,17 +24,16 @@ import msgspec
 import torch
 
 from autotune_offload import machines
-from autotune_offload.paths import STOCK_SEQUENCES, build, destination_memory
+from autotune_offload.paths import build, destination_memory, named_sequence
 from autotune_offload.probing import probe
 from autotune_offload.records import Choice, Memory, Profile, Workload
 from autotune_offload.simulated import SimulatedDevice
-from autotune_offload.trials import MICRO_BATCH_TOKENS, Offload
+from autotune_offload.trials import SQUARE, Offload, interleaved, products
 from benchmarks.output import reporting
 from benchmarks.regret import MODELS, described_workload
 
 DEFAULT_ELEMENTS = 500_000_000
 SLOWER = 1.01
-_SQUARE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +79,7 @@ def measure(name: str, workload: Workload, tflops: float) -> Row | None:
     chosen = profile.choice.sizes.reduce_bucket_elements
     if chosen is None:
         return None
+    sizes = interleaved(dict(workload.partitions))
     seconds = {
         (way, bucket): _backward(machine, workload, profile, way, bucket)
         for way in ("stock", "ours")
@@ -90,7 +90,7 @@ def measure(name: str, workload: Workload, tflops: float) -> Row | None:
         tflops=tflops,
         path=profile.choice.path,
         bucket_elements=chosen,
-        compute_seconds=sum(_products(workload)) * 2 * _SQUARE**3 / (tflops * 1e12),
+        compute_seconds=sum(products(sizes, workload.world_size)) * 2 * SQUARE**3 / (tflops * 1e12),
         stock_default_seconds=seconds["stock", DEFAULT_ELEMENTS],
         stock_chosen_seconds=seconds["stock", chosen],
         ours_default_seconds=seconds["ours", DEFAULT_ELEMENTS],
@@ -104,18 +104,6 @@ def _device(machine: machines.Machine, workload: Workload) -> SimulatedDevice:
     return device
 
 
-def _sizes(workload: Workload) -> list[int]:
-    """Every partition, the sizes interleaved as layers are."""
-    placed = [((index + 0.5) / count, size) for size, count in workload.partitions for index in range(count)]
-    return [size for _, size in sorted(placed)]
-
-
-def _products(workload: Workload) -> list[int]:
-    """Matrix products in the backward pass of each partition's parameter."""
-    flops = (4 * MICRO_BATCH_TOKENS * size * workload.world_size for size in _sizes(workload))
-    return [round(each / (2 * _SQUARE**3)) for each in flops]
-
-
 def _backward(
     machine: machines.Machine, workload: Workload, profile: Profile, way: str, bucket_elements: int
 ) -> float:
@@ -125,8 +113,8 @@ def _backward(
     source = device.empty(workload.largest_elements, dtype)
     allocate = device.pinned_empty if memory == "pinned" else device.host_empty
     destination = allocate(workload.largest_elements, torch.float32)
-    square = device.empty(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
-    side = device.new_stream()
+    square = device.empty(SQUARE * SQUARE, dtype).view(SQUARE, SQUARE)
+    side, sizes = device.new_stream(), interleaved(dict(workload.partitions))
     waiting: list[int] = []
 
     def leave() -> None:
@@ -138,10 +126,10 @@ def _backward(
 
     with device.timed_only():
         began = device.now()
-        for size, products in zip(_sizes(workload), _products(workload), strict=True):
+        for size, count in zip(sizes, products(sizes, workload.world_size), strict=True):
             if waiting and (sum(waiting) + size) * workload.world_size > bucket_elements:
                 leave()
-            for _ in range(products):
+            for _ in range(count):
                 device.matmul(square, square, square)
             waiting.append(size)
         leave()
@@ -160,11 +148,10 @@ def _offload(
     if way == "ours" and choice.beats_deepspeed:
         return build(device, choice, dtype), destination_memory(choice.path)
     installed = next(each for each in profile.baselines if each.installed)
-    sequence = next(each for each in STOCK_SEQUENCES if each.name == installed.name)
     memory: Memory = installed.memory
     if way == "ours":
         memory = "pinned" if choice.pin_optimizer else "pageable"
-    return sequence.build(device, dtype, workload.largest_elements), memory
+    return named_sequence(installed.name).build(device, dtype, workload.largest_elements), memory
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from autotune_offload.decide import sample_elements
 from autotune_offload.device import AcceleratorDevice
 from autotune_offload.ds_config import Settings
 from autotune_offload.probing import load_plan, measuring, probe
-from autotune_offload.records import Candidate, Measurements, Profile
+from autotune_offload.records import Candidate, Profile
 from autotune_offload.trials import Bench
 from autotune_offload.verdict import words
 from benchmarks.output import reporting
@@ -76,16 +76,8 @@ def sweep(profile: Profile, rounds: int) -> list[Entrant[Candidate]]:
 
 def _elements(profile: Profile, device: AcceleratorDevice) -> int:
     """The sample that the probe would take with all the time in the world."""
-    measurements = Measurements(
-        transfers=profile.transfers,
-        casts=profile.casts,
-        sync=profile.sync,
-        pin=profile.pin,
-        stability=profile.stability,
-        seconds=0.0,
-    )
     plan, cache_bytes = load_plan(profile.plan), profile.host.last_level_cache_bytes
-    return sample_elements(device, plan, measurements, profile.workload, cache_bytes, math.inf)
+    return sample_elements(device, plan, profile.measurements, profile.workload, cache_bytes, math.inf)
 
 
 def repeat(budget_seconds: float | None, rounds: int) -> Repeat:

@@ -44,7 +44,7 @@ from autotune_offload import machines, workload
 from autotune_offload.accumulation import Accumulation
 from autotune_offload.candidates import PinRules, grid, key
 from autotune_offload.ds_config import Settings
-from autotune_offload.paths import STOCK_SEQUENCES, build, destination_memory
+from autotune_offload.paths import build, destination_memory, named_sequence
 from autotune_offload.probing import probe
 from autotune_offload.records import Accumulate, Memory, Profile, Workload
 from autotune_offload.simulated import Faults, SimulatedDevice
@@ -244,7 +244,7 @@ def truth(profile: Profile, device: SimulatedDevice) -> dict[str, float]:
             times[words(candidate)] = bench.time(path, destination_memory(candidate.path))
             path.close()
     for name, memory in _stock(profile, rules):
-        sequence = next(each for each in STOCK_SEQUENCES if each.name == name)
+        sequence = named_sequence(name)
         stock = sequence.build(device, bench.dtype, bench.largest_elements)
         times[_own(memory)] = bench.time(stock, memory)
         stock.close()

@@ -22,7 +22,7 @@ from autotune_offload.machines import Machine
 from autotune_offload.measure import measure
 from autotune_offload.paths import STOCK_SEQUENCES, StagedPath, build, chunks, destination_memory
 from autotune_offload.probing import load_plan, probe
-from autotune_offload.records import Candidate, Measurements, Memory, Profile, Workload, histogram
+from autotune_offload.records import Candidate, Memory, Profile, Workload, histogram
 from autotune_offload.simulated import Faults, SimulatedDevice, Speeds, speeds
 from autotune_offload.trials import Bench
 from autotune_offload.verdict import Decision
@@ -580,15 +580,7 @@ def predictions(described: Machine) -> dict[object, float]:
     """All that the cost model predicts from this machine's measured curves."""
     device, load = SimulatedDevice(described), small(2_000_000)
     profile = quick(described, load)
-    measured = Measurements(
-        transfers=profile.transfers,
-        casts=profile.casts,
-        sync=profile.sync,
-        pin=profile.pin,
-        stability=(),
-        seconds=0.0,
-    )
-    model = cost_model(device, measured, load)
+    model = cost_model(device, profile.measurements, load)
     found: dict[object, float] = {
         (c.path, c.cast, c.buffer_bytes, c.buffer_count, c.host_threads): model.path_seconds(
             c.path, c.cast, c.buffer_bytes, c.buffer_count, c.host_threads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from autotune_offload.cost_model import CostModel
 from autotune_offload.paths import STOCK_SEQUENCES
-from autotune_offload.records import Baseline, Candidate, Measurements, Profile
+from autotune_offload.records import Baseline, Candidate, Profile
 from autotune_offload.timeline import Stage, timeline
 from tests.factories import make_profile, make_workload
 
@@ -52,12 +51,8 @@ def _profile(elements: int, kind: str, dtype: str) -> Profile:
 
 
 def _model(profile: Profile) -> CostModel:
-    names = ("transfers", "casts", "sync", "pin", "stability")
-    parts: dict[str, Any] = {name: getattr(profile, name) for name in names}
     on_host = profile.device.kind == "cpu"
-    return CostModel(
-        Measurements(**parts, seconds=0.0), profile.workload, shares_host_memory=on_host, synchronous=on_host
-    )
+    return CostModel(profile.measurements, profile.workload, shares_host_memory=on_host, synchronous=on_host)
 
 
 @given(way=candidates, elements=sizes, kind=kinds, dtype=dtypes)
