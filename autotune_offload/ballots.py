@@ -14,7 +14,7 @@ import msgspec
 from msgspec import structs
 
 from autotune_offload.errors import AgreementError
-from autotune_offload.records import Cast, Choice, Path, Profile, fingerprint_key
+from autotune_offload.records import Accumulate, Cast, Choice, Path, Profile, fingerprint_key
 
 MESSAGE_BYTES = 208
 """A ballot, and a view of many: padded, so that the bytes of an agreement are known beforehand."""
@@ -50,6 +50,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     buffer_bytes: int
     buffer_count: int
     host_threads: int
+    accumulate: Accumulate
     pin_optimizer: bool
     pin_parameters: bool
     pin_optimizer_alone: bool

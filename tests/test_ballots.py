@@ -43,6 +43,7 @@ CHOICES = st.builds(
     buffer_bytes=st.integers(0, 1 << 40),
     buffer_count=st.integers(0, 1 << 16),
     host_threads=st.integers(0, 4096),
+    accumulate=st.sampled_from(["device", "host"]),
     gain=FLOATS,
     noise=FLOATS,
     unsettled_pins=st.sampled_from([(), ("pin_optimizer",), ("pin_optimizer", "pin_parameters")]),
@@ -132,6 +133,12 @@ def test_the_slowest_rank_decides_for_its_host(several: list[Ballot]) -> None:
         alike = [each for each in several if each.key == key]
         (keeper,) = [each for each in alike if each.rank in reply.keepers]
         assert keeper.seconds == max(each.seconds for each in alike)
+
+
+def test_all_of_a_choice_is_settled_but_its_sizes_and_words() -> None:
+    """What a rank of a host adopts from its slowest; sizes are agreed by the whole job."""
+    whole = set(structs.asdict(make_choice()))
+    assert set(Settled.__struct_fields__) == whole - {"sizes", "reasons"}
 
 
 @few
