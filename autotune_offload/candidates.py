@@ -76,16 +76,13 @@ class PinRules:
             return f"page-locked memory is not on offer: {self.not_on_offer}"
         return self.against_optimizer() if path == "pinned" else None
 
-    def against(self, candidate: Candidate) -> str | None:
-        """Why this candidate cannot run, if so."""
+    def against(self, candidate: Candidate | Choice) -> str | None:
+        """Why this candidate, or a choice that was made earlier, cannot run, if so."""
         why = self.against_path(candidate.path)
         if why is None and candidate.path == "staged":
-            why = self.against_ring(candidate.buffer_bytes, candidate.buffer_count)
+            ring = candidate.buffer_bytes * candidate.buffer_count
+            why = self._against_blocks([ring], "lower buffer_bytes")
         return why
-
-    def against_ring(self, buffer_bytes: int, buffer_count: int) -> str | None:
-        """Why the ring of `staged`, which is one block, does not fit, if so."""
-        return self._against_blocks([buffer_bytes * buffer_count], "lower buffer_bytes")
 
     def against_more(self, candidate: Candidate, extra_bytes: int, way_out: str) -> str | None:
         """Why one more block does not fit beside what this candidate page-locks, if so."""

@@ -64,9 +64,7 @@ def _too_large(profile: Profile, limits: Limits) -> str | None:
 
 def _against(profile: Profile, rules: PinRules) -> str | None:
     choice = profile.choice
-    why = rules.against_path(choice.path) if choice.path == "pinned" else None
-    if why is None and choice.path == "staged":
-        why = rules.against_ring(choice.buffer_bytes, choice.buffer_count)
+    why = rules.against(choice)
     if why is None and choice.pin_optimizer:
         why = rules.against_optimizer()
     if why is None and choice.pin_parameters:
