@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -213,6 +214,14 @@ def test_heavy_libraries_are_loaded_when_used(path: Path) -> None:
 def test_only_the_cli_prints(path: Path) -> None:
     """Library code logs; printing is for the command line."""
     assert _module(path) == "cli" or prints(_tree(path)) == []
+
+
+def test_the_documentation_shows_the_same_floors() -> None:
+    """docs/architecture.md names every module on its floor."""
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", page, re.MULTILINE)
+    shown = {name: int(floor) for floor, names in rows for name in re.findall(r"`(\w+)`", names)}
+    assert shown == FLOORS
 
 
 @pytest.mark.parametrize(
