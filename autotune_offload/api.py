@@ -440,16 +440,16 @@ def _profile(
                 ranks_per_host=ranks_per_host,
             )
 
+    if agreement is None and agree.announced_ranks() == 1:
+        found = look()
+        if found is not None:
+            return _Found(profile=found, config=config, source=_from_store(found))
+        profile = measured(1)
+        return _Found(profile=profile, config=config, **_kept(store, profile))
     seconds = budget or load_plan("standard").budget_seconds
     if agreement is not None:
         return _agreed(config, look(), measured, agreement, device, store, seconds)
-    if agree.announced_ranks() > 1:
-        return _for_this_host(config, look, measured, store, seconds)
-    found = look()
-    if found is not None:
-        return _Found(profile=found, config=config, source=_from_store(found))
-    profile = measured(1)
-    return _Found(profile=profile, config=config, **_kept(store, profile))
+    return _for_this_host(config, look, measured, store, seconds)
 
 
 def _agreed(
