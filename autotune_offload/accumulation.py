@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autotune_offload.device import Device, Event
 from autotune_offload.errors import PinError
-from autotune_offload.paths import HostThreads, Ring, Spec, chunks
+from autotune_offload.paths import HostThreads, Ring, chunks
 from autotune_offload.records import Accumulate
 
 _THREADS = 4
@@ -52,14 +52,14 @@ class Accumulation:
 
     Args:
         device: where gradients are reduced.
-        spec: the path that takes the sums; adding on the host page-locks memory if the path does.
         place: where to add.
+        page_lock: whether adding on the host takes page-locked buffers, where the host gives them.
     """
 
-    def __init__(self, device: Device, spec: Spec, place: Accumulate) -> None:
+    def __init__(self, device: Device, place: Accumulate, *, page_lock: bool) -> None:
         """Allocates nothing yet."""
         self.device = device
-        self._spec, self.place = spec, place
+        self.place, self._page_lock = place, page_lock
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._sums: dict[torch.dtype, HostSums] = {}
         self._copied: Event | None = None
@@ -67,6 +67,10 @@ class Accumulation:
     def adds_on_host(self, moment: Moment) -> bool:
         """Whether this moment's gradients go through `on_host`, and not through `value`."""
         return self.place == "host" and not moment.first and not self.device.shares_host_memory
+
+    def alike(self, moment: Moment) -> object:
+        """Equal for two that do the same work in a micro-step before the last, into the same kind of buffer."""
+        return (self.place, self._page_lock) if self.adds_on_host(moment) else None
 
     def dtype(self, gradient: Tensor, low: Tensor, moment: Moment) -> torch.dtype:
         """Of what `value` returns."""
@@ -105,7 +109,7 @@ class Accumulation:
         """Who adds this gradient to `low`, with its buffers allocated, and what to give it: rounded, if need be."""
         sent = self._narrowed(gradient, low.dtype)
         if sent.dtype not in self._sums:
-            self._sums[sent.dtype] = HostSums(self.device, self._spec, sent.dtype)
+            self._sums[sent.dtype] = HostSums(self.device, sent.dtype, page_lock=self._page_lock)
         return self._sums[sent.dtype], sent
 
     def link_bytes(self, gradient: Tensor, low: Tensor, moment: Moment) -> int:
@@ -233,13 +237,13 @@ class HostSums:
     the device, and no other.
     """
 
-    def __init__(self, device: Device, spec: Spec, dtype: torch.dtype) -> None:
-        """Allocates the buffers: page-locked if the path page-locks memory and the host lets us."""
+    def __init__(self, device: Device, dtype: torch.dtype, *, page_lock: bool) -> None:
+        """Allocates the buffers: page-locked if that is asked for and the host lets us."""
         self._device = device
         self._elements = _PIECE_BYTES // dtype.itemsize
         self._pinned = False
         self._block: Tensor | None = None
-        if spec.path != "direct":
+        if page_lock:
             with contextlib.suppress(PinError):
                 self._block = device.pinned_empty(_PIECES * self._elements, dtype)
                 self._pinned = True
@@ -262,7 +266,7 @@ class HostSums:
         self._queue(gradient, low, destination, key)
 
     def _queue(self, gradient: Tensor, low: Tensor, destination: Tensor | None, key: int | None) -> None:
-        again = any(partition.total.data_ptr() == low.data_ptr() for partition in self._pending)
+        again = any(p.total.data_ptr() == low.data_ptr() and not p.landed for p in self._pending)
         partition = _Partition(low, key, list(self._cut(gradient, low, destination)))
         self._pending.append(partition)
         if again:  # two threads must not add to one sum

@@ -28,7 +28,7 @@ from autotune_offload import kernel, stage3
 from autotune_offload.accumulation import Accumulation, HostSums, Moment
 from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.errors import DeviceError, in_words
-from autotune_offload.paths import GradientPath, Spec, build, moved_bytes
+from autotune_offload.paths import GradientPath, Spec, build, moved_bytes, page_locks
 from autotune_offload.selfcheck import Checks, SelfCheck
 from autotune_offload.stage3 import DESTROY, EPILOGUE, PARTITION, SETTERS, Stage3
 
@@ -142,7 +142,9 @@ class Attachment:
         self._ours: dict[str, Callable[..., Any]] = {}
         self._before: dict[str, Any] = {}
         self._paths: dict[torch.dtype, GradientPath] = {}
-        self._accumulation = Accumulation(device, choice, getattr(choice, "accumulate", "device"))
+        self._accumulation = Accumulation(
+            device, getattr(choice, "accumulate", "device"), page_lock=page_locks(choice.path)
+        )
         self._undrained: list[_Undrained] = []
         self._norms: dict[int, float] = {}
         self._stale: dict[int, Tensor] = {}

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_offload import host
+from autotune_offload.accumulation import PINNED_BYTES
 from autotune_offload.cost_model import CostModel
 from autotune_offload.device import Device
 from autotune_offload.ds_config import Settings
 from autotune_offload.errors import ConfigError
+from autotune_offload.paths import page_locks
 from autotune_offload.records import Candidate, Choice, Limits, Path, PinCost, Workload
 from autotune_offload.workload import DTYPE_BYTES
 
@@ -38,6 +40,11 @@ _NEVER_PRUNED = 0.02
 def key(candidate: Candidate | Choice) -> tuple[Any, ...]:
     """Its values of `PARAMETERS`: those of a choice are the candidate's that was chosen."""
     return tuple(getattr(candidate, name) for name in PARAMETERS)
+
+
+def kind(candidate: Candidate) -> tuple[Any, ...]:
+    """What it does, apart from how finely: path, cast, and whether threads of its own work beside the caller."""
+    return candidate.path, candidate.cast, candidate.host_threads > 0
 
 
 def predicted(candidate: Candidate) -> float:
@@ -70,7 +77,7 @@ class PinRules:
 
     def against_path(self, path: Path) -> str | None:
         """Why no candidate of this path can run, if so."""
-        if path == "direct":
+        if not page_locks(path):
             return None
         if self.not_on_offer is not None:
             return f"page-locked memory is not on offer: {self.not_on_offer}"
@@ -84,13 +91,15 @@ class PinRules:
             why = self._against_blocks([ring], "lower buffer_bytes")
         return why
 
-    def against_more(self, candidate: Candidate, extra_bytes: int, way_out: str) -> str | None:
-        """Why one more block does not fit beside what this candidate page-locks, if so."""
+    def against_host_sums(self, candidate: Candidate) -> str | None:
+        """Why adding micro-steps up on the host has no room beside what this path page-locks itself, if so."""
+        if not page_locks(candidate.path):
+            return None
         if candidate.path == "staged":
             own = [candidate.buffer_bytes * candidate.buffer_count]
         else:
-            own = optimizer_blocks(self.workload) if candidate.path == "pinned" else []
-        return self._against_blocks([*own, extra_bytes], way_out)
+            own = optimizer_blocks(self.workload)
+        return self._against_blocks([*own, PINNED_BYTES], 'set "accumulate" to "device"')
 
     def against_optimizer(self) -> str | None:
         """Why what `offload_optimizer.pin_memory` page-locks does not fit, if so."""
@@ -210,23 +219,23 @@ def _predict(c: Candidate, model: CostModel) -> Candidate:
 def _one_a_cast(rejected: Iterable[Candidate]) -> Iterator[Candidate]:
     seen: set[object] = set()
     for candidate in rejected:
-        kind = (candidate.path, candidate.cast)
-        if kind not in seen:
-            seen.add(kind)
+        cast = (candidate.path, candidate.cast)
+        if cast not in seen:
+            seen.add(cast)
             yield candidate
 
 
 def _pruned(able: Sequence[Candidate], least_seconds: float) -> Iterator[Candidate]:
     """Best first; those too far behind the first get the reason."""
     best = predicted(able[0])
-    kinds: set[object] = set()
+    seen: set[object] = set()
     for candidate in able:
-        kind = (candidate.path, candidate.cast, candidate.host_threads)
+        with_threads = (candidate.path, candidate.cast, candidate.host_threads)
         why = None
-        if kind in kinds and predicted(candidate) > max(_PRUNE_BEYOND * best, least_seconds):
+        if with_threads in seen and predicted(candidate) > max(_PRUNE_BEYOND * best, least_seconds):
             times = predicted(candidate) / max(best, 1e-12)
             why = f"not tried: predicted to take {times:.1f} times as long as the best"
-        kinds.add(kind)
+        seen.add(with_threads)
         yield replace(candidate, rejected=why)
 
 

@@ -19,12 +19,13 @@ from autotune_offload.candidates import PARAMETERS, key, predicted
 from autotune_offload.device import Device
 from autotune_offload.errors import AutotuneError
 from autotune_offload.measure import interquartile_range
-from autotune_offload.paths import build, destination_memory, named_sequence
+from autotune_offload.paths import build, destination_memory, named_sequence, page_locks
 from autotune_offload.records import Accumulate, Baseline, Candidate, Memory
 from autotune_offload.trials import Bench, Window
 
 R = TypeVar("R", Candidate, Baseline)
 
+MAX_ROUNDS = 60
 _SEARCH_ROUNDS = 3
 _IDLE_ASKS = 3
 _FAILURES = (AutotuneError, RuntimeError, MemoryError, OSError)
@@ -35,13 +36,17 @@ _FAILURES = (AutotuneError, RuntimeError, MemoryError, OSError)
 class Entrant(Generic[R]):
     """One contestant: a candidate of ours, or a sequence of DeepSpeed's.
 
-    `seconds` holds its rounds, each for the whole workload; `failed` why it was put aside; `checked` says
-    that its bytes were compared once.
+    `place` is where it adds up micro-steps, if there are several. `seconds` holds its times, each for the
+    whole workload, and `rounds` in which round of all each was taken; `failed` says why it was put aside,
+    `checked` that its bytes were compared once, `behind` that it left a race early because it was clearly slower.
     """
 
     record: R
+    place: Accumulate = "device"
     seconds: list[float] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
     checked: bool = False
+    behind: bool = False
     failed: str | None = None
 
     @property
@@ -61,6 +66,16 @@ class Entrant(Generic[R]):
         """Whether it has a time that counts."""
         return bool(self.seconds) and self.failed is None
 
+    def beside(self, other: Entrant[Any]) -> list[tuple[float, float]]:
+        """Both times of every round in which the two ran."""
+        theirs = dict(zip(other.rounds, other.seconds, strict=True))
+        own = zip(self.rounds, self.seconds, strict=True)
+        return [(seconds, theirs[number]) for number, seconds in own if number in theirs]
+
+    def anew(self) -> Entrant[R]:
+        """The same without its times."""
+        return replace(self, seconds=[], rounds=[], behind=False)
+
     def reported(self) -> R:
         """The record with what was measured."""
         if not self.timed:
@@ -72,10 +87,6 @@ class Entrant(Generic[R]):
             samples=len(self.seconds),
             raw_seconds=tuple(self.seconds),
         )
-
-
-Places = dict[Accumulate, Entrant[Candidate]]
-"""One candidate, timed with its micro-steps added up in each place."""
 
 
 class Race:
@@ -136,6 +147,7 @@ class Race:
         Whoever follows a multi-threaded operation finds its threads still spinning on the other cores, so
         that no entrant may always follow the same one.
         """
+        self._trial.begin_round()
         order = list(range(len(self.entrants)))
         if self._rounds:
             self._random.shuffle(order)
@@ -145,12 +157,21 @@ class Race:
                 self._time(index)
         self._rounds += 1
 
+    def drop_beyond(self, factor: float, keep: Sequence[Entrant[Any]] = ()) -> None:
+        """Time no more who takes that many times the least, but for whom to keep."""
+        least = min((e.median for e in self.entrants if e.timed), default=math.inf)
+        for index, entrant in enumerate(self.entrants):
+            kept = any(entrant is each for each in keep)
+            if index in self._paths and not kept and entrant.median > factor * least:
+                entrant.behind = True
+                self._paths.pop(index).close()
+
     def _start(self, index: int, entrant: Entrant[Any]) -> None:
         """Build the path and warm it up: the first time with a check bit for bit."""
         with _put_aside_on_failure(entrant):
             path = self._trial.built(entrant)
             self._paths[index] = path
-            warm_up = self._trial.time if entrant.checked else self._trial.check
+            warm_up = self._trial.warm_up if entrant.checked else self._trial.check
             warm_up(path, entrant.memory)
             entrant.checked = True
         self._leave_if_failed(index)
@@ -159,6 +180,7 @@ class Race:
         entrant = self.entrants[index]
         with _put_aside_on_failure(entrant):
             entrant.seconds.append(self._trial.time(self._paths[index], entrant.memory))
+            entrant.rounds.append(self._trial.rounds)
         self._leave_if_failed(index)
 
     def _leave_if_failed(self, index: int) -> None:
@@ -181,6 +203,7 @@ class Trial:
 
     def __init__(self, device: Device, bench: Bench) -> None:
         self.device, self.bench = device, bench
+        self.rounds = 0
 
     def built(self, entrant: Entrant[Any]) -> Any:
         """What the bench runs, with its buffers allocated."""
@@ -190,50 +213,69 @@ class Trial:
         sequence = named_sequence(record.name)
         return sequence.build(self.device, self.bench.dtype, self.bench.largest_elements)
 
+    def begin_round(self) -> None:
+        """Called before each round of a race."""
+        self.rounds += 1
+
     def check(self, built: Any, memory: Memory) -> None:
         """Once, bit for bit."""
         self.bench.check(built, memory)
+
+    def warm_up(self, built: Any, memory: Memory) -> None:
+        """For one whose bytes were compared before."""
+        self.bench.time(built, memory)
 
     def time(self, built: Any, memory: Memory) -> float:
         """Seconds, for the whole workload."""
         return self.bench.time(built, memory)
 
 
-class _WindowTrial(Trial):
-    """One candidate as a path after an accumulation, in one place or the other."""
+class AccumulationTrial(Trial):
+    """The same over whole accumulations of so many micro-steps, which are added up where the entrant says.
 
-    def __init__(self, device: Device, bench: Bench, places: Places, micro_steps: int) -> None:
+    Until the last micro-step the same is done for several entrants. It is timed once a round, for all of them:
+    the time goes to what they differ in, and the noise of what they share cancels out of their ratios.
+    """
+
+    def __init__(self, device: Device, bench: Bench, micro_steps: int) -> None:
         super().__init__(device, bench)
-        self._places, self._micro_steps = places, micro_steps
+        self.micro_steps = micro_steps
+        self._shared: dict[Any, float] = {}
+
+    def begin_round(self) -> None:
+        """What entrants share is timed anew."""
+        super().begin_round()
+        self._shared.clear()
 
     def built(self, entrant: Entrant[Any]) -> Any:
-        place = next(name for name, other in self._places.items() if other is entrant)
-        path = build(self.device, entrant.record, self.bench.dtype)
-        return Window(path, Accumulation(self.device, entrant.record, place), self._micro_steps)
+        """A path or sequence, and what adds up before it."""
+        page_lock = isinstance(entrant.record, Candidate) and page_locks(entrant.record.path)
+        accumulation = Accumulation(self.device, entrant.place, page_lock=page_lock)
+        return Window(super().built(entrant), accumulation, self.micro_steps)
 
     def check(self, built: Any, memory: Memory) -> None:
-        self.bench.check_window(built, memory)
+        """Once, bit for bit."""
+        self.bench.check_accumulation(built, memory)
+
+    def warm_up(self, built: Any, memory: Memory) -> None:
+        """For one whose bytes were compared before."""
+        self.bench.warm_up_accumulation(built, memory)
 
     def time(self, built: Any, memory: Memory) -> float:
-        return self.bench.time_window(built, memory)
+        """Seconds, for the whole workload and all micro-steps."""
+        seconds = 0.0
+        for moment, count in built.moments:
+            alike = moment, memory, built.accumulation.alike(moment)
+            each = None if moment.boundary else self._shared.get(alike)
+            if each is None:
+                each = self._shared[alike] = self.bench.time_micro_step(built, moment, memory)
+            seconds += count * each
+        return seconds
 
 
-def race_places(
-    device: Device, bench: Bench, candidate: Candidate, micro_steps: int, *, rounds: int, deadline: float
-) -> Places:
-    """The candidate at the end of an accumulation that adds on the device and of one that adds on the host.
-
-    In turn, until the deadline or `rounds`; who could not be started in time has no seconds.
-    """
-    bare = replace(candidate, measured_seconds=None, spread=None, samples=0, raw_seconds=())
-    places: Places = {"device": Entrant(record=bare), "host": Entrant(record=bare)}
-    trial = _WindowTrial(device, bench, places, micro_steps)
-    with Race(device, bench, list(places.values()), deadline=deadline, trial=trial) as race:
-        for _ in range(rounds):
-            race.round()
-            if race.over:
-                break
-    return places
+def dealt(finalists: list[Entrant[Candidate]], baselines: list[Entrant[Baseline]]) -> list[Entrant[Any]]:
+    """The fastest and DeepSpeed's own first: if time is short, those two count."""
+    return [*finalists[:1], *baselines[:1], *finalists[1:], *baselines[1:]]
 
 
 # -- search ---------------------------------------------------------------------------------------
@@ -280,7 +322,7 @@ class Search:
             for start in starts:
                 study.enqueue_trial(_asked(start), skip_if_exists=True)
             values = {name: sorted({getattr(e.record, name) for e in self.entrants}) for name in PARAMETERS}
-            idle = 0
+            idle, fastest = 0, math.inf
             while not self._done():
                 if idle >= _IDLE_ASKS:  # Optuna comes back to what it knows: name what nobody tried yet
                     study.enqueue_trial(_asked(min(self._left(), key=lambda e: predicted(e.record)).record))
@@ -289,8 +331,21 @@ class Search:
                 entrant = self.find(asked)
                 idle = 0 if entrant in self._left() else idle + 1
                 value, complete = self._answer(trial, entrant)
+                if entrant is not None and value is not None and value < fastest:
+                    fastest = value
+                    for near in self._neighbours(entrant.record, values):
+                        study.enqueue_trial(_asked(near), skip_if_exists=True)
                 states = optuna.trial.TrialState
                 study.tell(trial, value, state=states.COMPLETE if complete else states.PRUNED)
+
+    def _neighbours(self, of: Candidate, values: Mapping[str, list[Any]]) -> Iterator[Candidate]:
+        """Who was not tried yet and is one step away in one of the buffers' or the threads' values."""
+        for name in ("buffer_bytes", "buffer_count", "host_threads"):
+            steps = values[name]
+            at = steps.index(getattr(of, name))
+            for step in steps[max(at - 1, 0) : at] + steps[at + 1 : at + 2]:
+                wanted = key(replace(of, **{name: step}))
+                yield from (e.record for e in self._left() if key(e.record) == wanted)
 
     def _left(self) -> list[Entrant[Candidate]]:
         return [e for e in self.entrants if not e.seconds and e.failed is None]

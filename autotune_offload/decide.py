@@ -6,13 +6,16 @@ model only decides what is tried first and what is not tried at all.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from autotune_offload.accumulation import PINNED_BYTES
-from autotune_offload.candidates import PinRules, admitted, effective, key
-from autotune_offload.contest import Entrant, Places, Race, Search, race_places
+from autotune_offload.accumulation_contest import over_accumulations
+from autotune_offload.candidates import PinRules, admitted, effective, key, kind
+from autotune_offload.contest import MAX_ROUNDS, AccumulationTrial, Entrant, Race, Search, dealt
 from autotune_offload.cost_model import CostModel
 from autotune_offload.device import Device
 from autotune_offload.ds_config import Settings
@@ -28,7 +31,7 @@ from autotune_offload.records import (
     Plan,
     Workload,
 )
-from autotune_offload.trials import Bench
+from autotune_offload.trials import PASSES_OF_A_SAMPLE, Bench
 from autotune_offload.verdict import Decision, Outcome, Verdict, words
 from autotune_offload.workload import TIMED_MICRO_STEPS
 from autotune_offload.zero_sizes import zero_sizes
@@ -39,8 +42,8 @@ _UNSEEN = 1e-3
 _SEARCH_SHARE = 0.45
 """Of the trials' time; the rest is for the interleaved rounds that decide."""
 
-_PLACES_SHARE = 0.2
-"""Of the trials' time, where micro-steps can be added up in two places: for timing both."""
+_ACCUMULATIONS_SHARE = 0.5
+"""Of the trials' time, where micro-steps are added up: for whole accumulations."""
 
 _OLDER_SHARE = 0.3
 """Of what is left after the first final rounds, for the sequences of older DeepSpeeds."""
@@ -48,10 +51,13 @@ _OLDER_SHARE = 0.3
 _LEAST_PASSES = 100
 """Passes over the sample that the trials' time should allow; the sample is made smaller for it."""
 
+_LEAST_MICRO_STEPS = 350
+"""The same for whole accumulations: a first race of a dozen, a second of half as many in three rounds, and each
+micro-step that is timed takes the sample four times."""
+
 _BOUNCES = "bounce_buffer"
 _LEAST_ELEMENTS = 1 << 18
 _MIN_ROUNDS = 3
-_MAX_ROUNDS = 60
 
 
 def decide(
@@ -93,46 +99,36 @@ def decide(
         locks=device.identity.pin_backend != "none",
         bounces=stock.name == _BOUNCES,
     )
-    bench = Bench(
-        device, workload, sample_elements(device, plan, measurements, workload, cache_bytes, deadline)
-    )
-    try:
-        model = cost_model(device, measurements, workload, compute_seconds=bench.compute_seconds)
-        baselines = _baselines(model, rules, stock)
-        steered = _with_own_path(steer, baselines[0].record)
-        contest = _Contest(device, bench, model, admitted(model, device, rules, steered), baselines)
-        places_by = deadline
-        if has_places(device, workload, steer):
-            deadline -= max(deadline - device.now(), 0.0) * _PLACES_SHARE
-        verdict = Verdict(contest.run(plan, deadline, progress), rules, steer)
-        if has_places(device, workload, steer):
-            progress("adding up micro-steps on the device and on the host", 1 - _PLACES_SHARE)
-            verdict.places = _places(device, bench, verdict, places_by)
-    finally:
-        bench.close()
-    return verdict.decision(zero_sizes(model, workload, device, measurements))
+    steps = _micro_steps(device, workload)
+    passes_by = deadline
+    if steps > 1:
+        passes_by -= max(deadline - device.now(), 0.0) * _ACCUMULATIONS_SHARE
+    sized = partial(sample_elements, device, plan, measurements, workload, cache_bytes)
+    with device.keeping_pinned():
+        with contextlib.closing(Bench(device, workload, sized(passes_by))) as bench:
+            model = cost_model(device, measurements, workload, compute_seconds=bench.compute_seconds)
+            baselines = _baselines(model, rules, stock)
+            steered = _with_own_path(steer, baselines[0].record)
+            contest = _Contest(device, bench, model, admitted(model, device, rules, steered), baselines)
+            share = 1 - _ACCUMULATIONS_SHARE * (steps > 1)
+            rounds = MAX_ROUNDS if steps == 1 else _MIN_ROUNDS + 1
+            outcome = contest.run(plan, passes_by, rounds, lambda what, done: progress(what, done * share))
+        if steps > 1:
+            progress("whole accumulations", share)
+            passes = Verdict(outcome, rules, steer)
+            measured = (passes.chosen.median + outcome.installed.median) / 2
+            elements = sized(deadline, least_passes=_LEAST_MICRO_STEPS, pass_seconds=measured)
+            if workload.elements <= PASSES_OF_A_SAMPLE * elements:
+                elements = workload.elements  # takes no longer, and nothing is left to estimate
+            with contextlib.closing(Bench(device, workload, elements, parts=1)) as bench:
+                trial = AccumulationTrial(device, bench, steps)
+                outcome = over_accumulations(passes, trial, deadline)
+    return Verdict(outcome, rules, steer).decision(zero_sizes(model, workload, device, measurements))
 
 
-def has_places(device: Device, workload: Workload, steer: Settings) -> bool:
-    """Whether there is a choice where micro-steps are added up: more than one of them, and a link between."""
-    return workload.accumulation_steps > 1 and not device.shares_host_memory and steer.accumulate == "auto"
-
-
-def _places(device: Device, bench: Bench, verdict: Verdict, deadline: float) -> Places | str:
-    """The chosen path after an accumulation in both places, or why they were not timed."""
-    chosen, rules = verdict.chosen.record, verdict.rules
-    against = _against_sums(chosen, rules)
-    if against is not None:
-        return against
-    steps = min(rules.workload.accumulation_steps, TIMED_MICRO_STEPS)
-    return race_places(device, bench, chosen, steps, rounds=_MAX_ROUNDS, deadline=deadline)
-
-
-def _against_sums(chosen: Candidate, rules: PinRules) -> str | None:
-    """Why there is no room for adding on the host beside what the path page-locks itself, if so."""
-    if chosen.path == "direct":
-        return None
-    return rules.against_more(chosen, PINNED_BYTES, 'set "accumulate" to "device"')
+def _micro_steps(device: Device, workload: Workload) -> int:
+    """How many are timed together; 1 where there is one, and where they are added up in place."""
+    return 1 if device.shares_host_memory else min(workload.accumulation_steps, TIMED_MICRO_STEPS)
 
 
 def cost_model(
@@ -155,14 +151,21 @@ def sample_elements(
     workload: Workload,
     cache_bytes: int,
     deadline: float,
+    *,
+    least_passes: int = _LEAST_PASSES,
+    pass_seconds: float = math.inf,
 ) -> int:
-    """Elements of the workload's sample: beyond the caches, unless the time is too short for that."""
+    """Elements of the workload's sample: beyond the caches, unless the time is too short for so many passes.
+
+    `pass_seconds` is what a pass over the workload takes, as far as it was measured; else the model predicts it.
+    """
     wanted = max(plan.trial_bytes, 2 * cache_bytes) // 4
-    model = cost_model(device, measurements, workload)
-    ours = model.path_seconds("direct", "host", 1 << 20, 1, 0)
-    whole = (ours + model.stock_seconds("explicit_upcast", "pageable")) / 2
-    seconds = max(deadline - device.now(), 0.0) / _LEAST_PASSES
-    affordable = workload.elements * seconds / max(whole, 1e-12)
+    if math.isinf(pass_seconds):
+        model = cost_model(device, measurements, workload)
+        ours = model.path_seconds("direct", "host", 1 << 20, 1, 0)
+        pass_seconds = (ours + model.stock_seconds("explicit_upcast", "pageable")) / 2
+    seconds = max(deadline - device.now(), 0.0) / least_passes
+    affordable = workload.elements * seconds / max(pass_seconds, 1e-12)
     return max(int(min(wanted, affordable)), _LEAST_ELEMENTS)
 
 
@@ -229,8 +232,8 @@ class _Contest:
         """Who may be tried, the best prediction first."""
         return [e for e in self.candidates.values() if e.record.rejected is None and e.failed is None]
 
-    def run(self, plan: Plan, deadline: float, progress: Progress) -> Outcome:
-        """Time what is admitted until the deadline; at least one of ours runs once."""
+    def run(self, plan: Plan, deadline: float, rounds: int, progress: Progress) -> Outcome:
+        """Time what is admitted until the deadline or so many final rounds; at least one of ours runs once."""
         now = self.device.now()
         progress("searching paths and buffers", 0.0)
         self._open(deadline)
@@ -245,14 +248,15 @@ class _Contest:
         ).run(self._starts())
         ranked = sorted((e for e in self.open if e.timed), key=lambda e: e.median)
         progress("final rounds", _SEARCH_SHARE)
-        finalists = self._final_rounds(_with_each_path(ranked, plan.finalists), deadline)
+        finalists = self._final_rounds(_with_each_path(ranked, plan.finalists), rounds, deadline)
         if not finalists:
             raise MeasurementError(f"not one gradient path could be timed: {self._failures()}")
         return Outcome(
             model=self.model,
-            finalists=finalists,
             candidates=tuple(self.candidates.values()),
             baselines=tuple(self.baselines),
+            finalists=finalists,
+            own=tuple(b for b in self.baselines if b.record.name == self.installed.record.name),
             floor_seconds=self.floor_seconds,
         )
 
@@ -272,12 +276,12 @@ class _Contest:
         return "; ".join(f"{words(e.record)} {e.failed}" for e in self.candidates.values() if e.failed)
 
     def _starts(self) -> list[Candidate]:
-        """The best guess, DeepSpeed's own way in our terms, and the best guess of every path and cast."""
-        best: dict[tuple[str, str], Candidate] = {}
+        """The best guess, DeepSpeed's own way in our terms, and the best guess of every kind."""
+        best: dict[Any, Candidate] = {}
         for entrant in self.open:
-            best.setdefault((entrant.record.path, entrant.record.cast), entrant.record)
+            best.setdefault(kind(entrant.record), entrant.record)
         own = "pinned" if self.installed.memory == "pinned" else "direct"
-        like_stock = [c for (path, cast), c in best.items() if path == own and cast == "device"]
+        like_stock = [c for c in best.values() if c.path == own and c.cast == "device"]
         return [self.open[0].record, *like_stock, *best.values()]
 
     def _find(self, asked: Mapping[str, Any]) -> Entrant[Candidate] | None:
@@ -285,19 +289,19 @@ class _Contest:
         return entrant if entrant is not None and entrant.record.rejected is None else None
 
     def _final_rounds(
-        self, ranked: Sequence[Entrant[Candidate]], deadline: float
+        self, ranked: Sequence[Entrant[Candidate]], rounds: int, deadline: float
     ) -> tuple[Entrant[Candidate], ...]:
         """All finalists and DeepSpeed's own in turn, from the start again: earlier rounds ran at other times.
 
         The older DeepSpeeds are shown, not decided by: they get a few rounds among themselves, once there
         are enough of the others, since a slow one would take the time that the decision rests on.
         """
-        finalists = [replace(e, seconds=[]) for e in ranked]
-        baselines = [replace(e, seconds=[]) for e in self.baselines if e.failed is None]
+        finalists = [e.anew() for e in ranked]
+        baselines = [e.anew() for e in self.baselines if e.failed is None]
         own = [e for e in baselines if e.record.name == self.installed.record.name]
         older = [e for e in baselines if e.record.name != self.installed.record.name]
-        with Race(self.device, self.bench, _dealt(finalists, own), deadline=deadline) as race:
-            for index in range(_MAX_ROUNDS):
+        with Race(self.device, self.bench, dealt(finalists, own), deadline=deadline) as race:
+            for index in range(rounds):
                 if index == _MIN_ROUNDS:
                     self._time_older(older, deadline)
                 race.round()
@@ -318,11 +322,6 @@ class _Contest:
         with Race(self.device, self.bench, older, deadline=until) as race:
             for _ in range(_MIN_ROUNDS):
                 race.round()
-
-
-def _dealt(finalists: list[Entrant[Candidate]], baselines: list[Entrant[Baseline]]) -> list[Entrant[Any]]:
-    """The fastest and DeepSpeed's own first: if time is short, those two count."""
-    return [*finalists[:1], *baselines[:1], *finalists[1:], *baselines[1:]]
 
 
 def _with_each_path(ranked: Sequence[Entrant[Candidate]], count: int) -> list[Entrant[Candidate]]:

@@ -83,6 +83,11 @@ def destination_memory(path: Path) -> Memory:
     return "pinned" if path == "pinned" else "pageable"
 
 
+def page_locks(path: Path) -> bool:
+    """Whether this path takes page-locked memory at all."""
+    return path != "direct"
+
+
 class HostThreads:
     """Who does a path's work on the host: the calling thread, or `count` threads of its own.
 

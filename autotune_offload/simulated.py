@@ -471,7 +471,7 @@ class SimulatedDevice(Device):
                 return True
         return False
 
-    def pinned_empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+    def lock_pages(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Page-locked host memory, at the cost of locking it."""
         size = elements * dtype.itemsize
         why = self._why_no_pin(size)
@@ -496,7 +496,7 @@ class SimulatedDevice(Device):
         """None where a page can be locked."""
         return self._why_no_pin(4096)
 
-    def release_pinned(self, pinned: Tensor) -> None:
+    def unlock_pages(self, pinned: Tensor) -> None:
         """Forget that it was page-locked."""
         self._pinned.pop(pinned.data_ptr(), None)
 

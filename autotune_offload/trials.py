@@ -17,11 +17,16 @@ from torch import Tensor
 from autotune_offload.accumulation import Accumulation, Moment
 from autotune_offload.device import Device
 from autotune_offload.errors import MeasurementError, PinError
-from autotune_offload.paths import GradientPath
 from autotune_offload.records import Memory, Workload
 
 MICRO_BATCH_TOKENS = 4096
 """Tokens of a micro-batch in the stand-in for compute: a context of 4,096 with one sequence."""
+
+_AGAIN = 2
+"""Times that the longer of two timings takes the sample once more before its gradients are waited for."""
+
+PASSES_OF_A_SAMPLE = 1 + 1 + _AGAIN
+"""In each micro-step of an accumulation that is timed on a sample."""
 
 SQUARE = 1024
 """Side of the stand-in's matrices."""
@@ -53,13 +58,13 @@ class Sample:
         return sum(self.sizes)
 
 
-def sample(workload: Workload, most_elements: int) -> Sample:
-    """A sample with the workload's mix of sizes, of `most_elements` within a quarter.
+def sample(workload: Workload, most_elements: int, parts: int = 2) -> Sample:
+    """A sample with the workload's mix of sizes, of `most_elements` within half of its largest partition.
 
-    Each size keeps its share of the partitions; partitions over half the sample are cut in pieces.
-    The order interleaves the sizes, as a backward pass meets them.
+    Each size keeps its share of the partitions; partitions over one of so many `parts` of the sample are cut
+    in pieces. The order interleaves the sizes, as a backward pass meets them.
     """
-    piece = max(most_elements // 2, 1)
+    piece = max(most_elements // parts, 1)
     cut = [(-(-size // piece), size, count) for size, count in workload.partitions]
     share = min(most_elements / workload.elements, 1.0)
     # largest first, so that rounding is off by half of the largest piece at most, whatever the mix
@@ -84,13 +89,14 @@ class Bench:
         device: where the trials run; it must be the current one.
         workload: gives sizes and dtype.
         most_elements: of the sample.
+        parts: of the sample; no partition is larger than one.
     """
 
-    def __init__(self, device: Device, workload: Workload, most_elements: int) -> None:
+    def __init__(self, device: Device, workload: Workload, most_elements: int, parts: int = 2) -> None:
         """Allocates sources and pageable destinations; pinned ones on first use."""
         self.device = device
         self.dtype: torch.dtype = getattr(torch, workload.dtype)
-        self.sample = sample(workload, most_elements)
+        self.sample = sample(workload, most_elements, parts)
         checked = min(self.sample.elements, device.checked_elements)
         values = _gradient_values(checked, self.dtype)
         source = device.empty(self.sample.elements, self.dtype)
@@ -142,17 +148,17 @@ class Bench:
 
     def _time(self, path: Offload, memory: Memory) -> float:
         block = self._block(memory)
-        return self._added(lambda: self._pass(path, block))
+        return self._added(lambda: self._pass(path, block)) * self.sample.scale
 
     def _added(self, work: Callable[[], None], passes: int = 1) -> float:
-        """Seconds that `work` takes beyond the compute of so many passes, for the whole workload."""
+        """Seconds that `work` takes beyond the compute of so many passes over the sample."""
         alone = 0.0 if self._compute is None else self._compute.alone()
         self.device.synchronize()
         before = self.device.now()
         work()
         if self._compute is not None:
             self.device.synchronize()
-        return max(self.device.now() - before - passes * alone, 0.0) * self.sample.scale
+        return max(self.device.now() - before - passes * alone, 0.0)
 
     def _block(self, memory: Memory) -> Tensor:
         if memory not in self._blocks:
@@ -180,7 +186,7 @@ class Bench:
 
     # -- with accumulation --
 
-    def check_window(self, window: Window, memory: Memory) -> None:
+    def check_accumulation(self, window: Window, memory: Memory) -> None:
         """One accumulation into overwritten destinations, compared bit for bit with the sum of as many gradients.
 
         Raises:
@@ -189,17 +195,38 @@ class Bench:
         elements = self._expected.numel()
         block, low = self._block(memory)[:elements], self._sum(memory)[:elements]
         block.fill_(float("nan"))
-        self._window(window, block, low)
         total = values = self._expected.to(self.dtype)
+        for moment, count in window.moments:
+            for _ in range(count):
+                self._micro_step(window, moment, block, low)
         for _ in range(window.micro_steps - 1):
             total = total + values
         _compared(block, total.to(torch.float32))
 
-    def time_window(self, window: Window, memory: Memory) -> float:
-        """Seconds that one accumulation adds to the compute of its micro-steps, for the whole workload."""
-        block, low = self._block(memory), self._sum(memory)
+    def warm_up_accumulation(self, window: Window, memory: Memory) -> None:
+        """The last micro-step, which uses everything."""
+        *_, (last, _) = window.moments
         with self.device.timed_only():
-            return self._added(lambda: self._window(window, block, low), window.micro_steps)
+            self._micro_step(window, last, self._block(memory), self._sum(memory))
+
+    def time_micro_step(self, window: Window, moment: Moment, memory: Memory) -> float:
+        """Seconds that one micro-step adds to its compute, for the whole workload.
+
+        What is under way at the end of a micro-step is waited for once, however large the workload is, and is
+        not small beside a sample. So a micro-step takes the sample once, then several times over, and only the
+        difference counts for the rest of the workload.
+        """
+        block, low = self._block(memory), self._sum(memory)
+
+        def seconds(passes: int) -> float:
+            return self._added(lambda: self._micro_step(window, moment, block, low, passes), passes)
+
+        with self.device.timed_only():
+            once = seconds(1)
+            if self.sample.scale <= 1:
+                return once * self.sample.scale
+            more = max(seconds(1 + _AGAIN) - once, 0.0) / _AGAIN
+        return once + (self.sample.scale - 1) * more
 
     def _sum(self, memory: Memory) -> Tensor:
         """DeepSpeed's accumulation buffer, which is page-locked where the fp32 gradients are."""
@@ -208,17 +235,19 @@ class Bench:
             self._sums[memory] = make(self.sample.elements, self.dtype)
         return self._sums[memory]
 
-    def _window(self, window: Window, block: Tensor, low: Tensor) -> None:
-        for micro_step in range(window.micro_steps):
-            moment = Moment(micro_step == 0, micro_step == window.micro_steps - 1, keep=True)
+    def _micro_step(
+        self, window: Window, moment: Moment, block: Tensor, low: Tensor, passes: int = 1
+    ) -> None:
+        """All partitions, so many times, and the wait at the end of a backward pass."""
+        for _ in range(passes):
             start = 0
             for source, destination in self._reduced(block):
                 end = start + source.numel()
                 window.carry(source, low[start:end], destination, moment, key=start)
                 start = end
-            with self.device.on(self._side):
-                window.drain()
-                self.device.synchronize_stream()  # the epilogue of every backward pass does
+        with self.device.on(self._side):
+            window.drain()
+            self.device.synchronize_stream()  # the epilogue of every backward pass does
 
     def _pairs(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         start = 0
@@ -232,11 +261,19 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A path with what adds up the gradients before it, over so many micro-steps."""
+    """A path with what adds up the gradients before it, over so many micro-steps: two or more."""
 
-    path: GradientPath
+    path: Offload
     accumulation: Accumulation
     micro_steps: int
+
+    @property
+    def moments(self) -> Iterator[tuple[Moment, int]]:
+        """The first micro-step, those in the middle, and the last, each with how many there are."""
+        yield Moment(first=True, boundary=False, keep=True), 1
+        if self.micro_steps > 2:
+            yield Moment(first=False, boundary=False, keep=True), self.micro_steps - 2
+        yield Moment(first=False, boundary=True, keep=True), 1
 
     def carry(self, gradient: Tensor, low: Tensor, destination: Tensor, moment: Moment, key: int) -> None:
         """One partition in one micro-step, as an attached path does it."""

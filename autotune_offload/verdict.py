@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_offload import host, units
-from autotune_offload.candidates import PinRules, flat_blocks, predicted
-from autotune_offload.contest import Entrant, Places
+from autotune_offload.candidates import PinRules, flat_blocks, kind, predicted
+from autotune_offload.contest import Entrant
 from autotune_offload.cost_model import CostModel
 from autotune_offload.ds_config import Settings
 from autotune_offload.measure import interquartile_range
-from autotune_offload.records import Accumulate, Baseline, Candidate, Choice, ZeroSizes
-from autotune_offload.workload import DTYPE_BYTES, TIMED_MICRO_STEPS, middle_elements
+from autotune_offload.records import Baseline, Candidate, Choice, Path, ZeroSizes
+from autotune_offload.workload import DTYPE_BYTES, middle_elements
 
 _TIE = 0.02
 """Two medians closer than 2 % are never told apart, however small the spread in one process."""
@@ -37,19 +37,27 @@ _OUT_OF_TIME = "not tried: out of time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the trials gave. `finalists` were timed last; the installed DeepSpeed's own leads `baselines`."""
+    """What the trials gave. The verdict falls on `finalists` and `own`, which were timed last and in turn."""
 
     model: CostModel
-    finalists: tuple[Entrant[Candidate], ...]
     candidates: tuple[Entrant[Candidate], ...]
+    """All of them, with seconds of a backward pass."""
     baselines: tuple[Entrant[Baseline], ...]
+    """The same of DeepSpeed's sequences, the installed one's default first."""
+    finalists: tuple[Entrant[Candidate], ...]
+    own: tuple[Entrant[Baseline], ...]
+    """The installed DeepSpeed's own sequence in either memory, its default first."""
+    micro_steps: int = 1
+    """How many backward passes the times of `finalists` and `own` are of."""
+    others: tuple[Entrant[Candidate], ...] = ()
+    """Who was to be timed beside the finalists, and was not: `failed` says why, or there was no time."""
     floor_seconds: float
     """Shorter times are all the same."""
 
     @property
     def installed(self) -> Entrant[Baseline]:
         """What the installed DeepSpeed does by default."""
-        return self.baselines[0]
+        return self.own[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +101,16 @@ class Verdict:
     def __init__(self, outcome: Outcome, rules: PinRules, steer: Settings) -> None:
         self.outcome, self.rules, self.steer = outcome, rules, steer
         self.best = min(outcome.finalists, key=lambda e: e.median)
-        rivals: list[Entrant[Any]] = [*outcome.finalists, outcome.installed]
-        self.noise = max(_TIE, *(self._noise(self.best, e) for e in rivals))
-        self.near = [e for e in outcome.finalists if self._ratio(e, self.best) <= 1 + self.noise]
+        self.near = [e for e in outcome.finalists if self._ratio(e, self.best) <= 1 + self._apart(e)]
+        rivals: list[Entrant[Any]] = [*self.near, outcome.installed]
+        self.noise = max(map(self._apart, rivals))
         self.chosen = self._by_tie_rule()
         self.keeps_own = steer.path == "deepspeed" or not outcome.installed.timed
         self.gain = 1.0 if self.keeps_own else self._ratio(outcome.installed, self.chosen)
 
-        self.places: Places | str | None = None
-        """Both places for adding micro-steps up, why they were not timed, or None where there is no choice."""
-
     def decision(self, sizes: ZeroSizes) -> Decision:
         """All of it, as records."""
         record = self.chosen.record
-        accumulate, where = self._accumulate()
         alone = self._pin_alone()
         optimizer = self._pin_optimizer(alone)
         parameters = self._pin_parameters(with_optimizer=optimizer.pinned or alone.pinned)
@@ -125,8 +129,8 @@ class Verdict:
             gain=self.gain,
             noise=self.noise,
             tie=any(e.record.path != record.path for e in self.near),
-            reasons=(*self._reasons(), *where, optimizer.reason, parameters.reason),
-            accumulate=accumulate,
+            reasons=(*self._reasons(), *self._where(), optimizer.reason, parameters.reason),
+            accumulate=self.chosen.place if self.steer.accumulate == "auto" else self.steer.accumulate,
         )
         return Decision(
             baselines=tuple(e.reported() for e in self.outcome.baselines),
@@ -136,14 +140,39 @@ class Verdict:
         )
 
     def _by_tie_rule(self) -> Entrant[Candidate]:
-        """Within the noise, the path that pins less; of its own, within a smaller tie, the smaller buffers.
-
-        Two of one path pin alike: to give up the noise between them as well would buy nothing.
-        """
+        """Within the noise, the path that pins less, with its micro-steps added up where DeepSpeed does."""
         path = min((e.record.path for e in self.near), key=_PINS.__getitem__)
         same = [e for e in self.near if e.record.path == path]
+        on_host = [e for e in same if e.place == "host"]
+        as_deepspeed = [e for e in same if e.place == "device"]
+        if not (on_host and as_deepspeed):
+            return self._modest(same)
+        host_, device = self._modest(on_host), self._modest(as_deepspeed)
+        return host_ if self._ratio(device, host_) > 1 + self._noise_between(device, host_) else device
+
+    def _modest(self, same: Sequence[Entrant[Candidate]]) -> Entrant[Candidate]:
+        """Of one path, within a smaller tie, the smaller buffers.
+
+        They pin alike: to give up the noise between them as well would buy nothing.
+        """
         fastest = min(same, key=lambda e: e.median)
         return min((e for e in same if self._ratio(e, fastest) <= 1 + _BUFFER_TIE), key=_modesty)
+
+    def best_of_each_path(self, within: Mapping[bool, float]) -> list[list[Entrant[Candidate]]]:
+        """What would be chosen of each kind, by path: the chosen path first, then the fastest.
+
+        A kind that takes more than so many times the fastest of its path is left out: `within` gives how many
+        for kinds without and with threads of their own.
+        """
+        kinds: dict[Any, list[Entrant[Candidate]]] = {}
+        for entrant in filter(lambda e: e.timed, self.outcome.candidates):
+            kinds.setdefault(kind(entrant.record), []).append(entrant)
+        paths: dict[Path, list[Entrant[Candidate]]] = {self.chosen.record.path: []}
+        for entrant in sorted(map(self._modest, kinds.values()), key=lambda e: e.median):
+            of_path = paths.setdefault(entrant.record.path, [])
+            if not of_path or self._ratio(entrant, of_path[0]) <= within[entrant.record.host_threads > 0]:
+                of_path.append(entrant)
+        return list(paths.values())
 
     # -- comparing --
 
@@ -159,16 +188,26 @@ class Verdict:
         1.253 sigma / sqrt(n) is the standard error of a median, and IQR / 1.349 estimates sigma (Kendall
         and Stuart, The Advanced Theory of Statistics, vol. 1, on order statistics).
         """
-        pairs = zip(one.seconds, other.seconds, strict=False)
-        ratios = [self._counted(b) / self._counted(a) for a, b in pairs]
+        ratios = [self._counted(theirs) / self._counted(ours) for ours, theirs in one.beside(other)]
         if other is one or not other.timed:
+            return 0.0
+        if other.behind or self._ratio(other, one) > _FAR:
             return 0.0
         if len(ratios) < _FEW_ROUNDS:
             return _UNREPEATED
-        if self._ratio(other, one) > _FAR:
-            return 0.0
         error = 1.253 * interquartile_range(ratios) / 1.349 / math.sqrt(len(ratios))
         return 1.96 * error / statistics.median(ratios)
+
+    def _apart(self, rival: Entrant[Any]) -> float:
+        """What the fastest and a rival must differ by to be told apart, as a part of the fastest's time.
+
+        Nobody else's noise counts: a rival that ran a few rounds and is clearly behind makes no tie of others.
+        """
+        return max(_TIE, self._noise(self.best, rival))
+
+    def _noise_between(self, one: Entrant[Any], other: Entrant[Any]) -> float:
+        """Of the two alone."""
+        return max(_TIE, self._noise(one, other), self._noise(other, one))
 
     # -- the two keys --
 
@@ -197,8 +236,7 @@ class Verdict:
             on = self.steer.path == "pinned"
             fixed = f"{section} is {'' if on else 'not '}pinned: you fixed the path {self.steer.path}"
             return _Pin(pinned=on, reason=fixed)
-        stock = [b for b in self.outcome.baselines if b.record.name == self.outcome.installed.record.name]
-        times = {b.memory: b for b in stock if b.timed}
+        times = {b.memory: b for b in self.outcome.own if b.timed}
         if len(times) < 2:
             missing = "pinned" if "pinned" not in times else "pageable"
             return _Pin(
@@ -206,7 +244,7 @@ class Verdict:
                 reason=f"{section} is not pinned: DeepSpeed's own copies into {missing} memory were not timed",
             )
         pageable, pinned = times["pageable"], times["pinned"]
-        noise = max(_TIE, self._noise(pageable, pinned), self._noise(pinned, pageable))
+        noise = self._noise_between(pageable, pinned)
         return _Pin.measured(
             section, what, self._counted(pageable.median), self._counted(pinned.median), noise
         )
@@ -229,28 +267,33 @@ class Verdict:
 
     # -- where micro-steps are added up --
 
-    def _accumulate(self) -> tuple[Accumulate, tuple[str, ...]]:
-        """DeepSpeed's own place unless the other gains beyond the noise; and why."""
-        if self.steer.accumulate != "auto":
-            return self.steer.accumulate, ()
-        if self.places is None:
-            return "device", ()
-        if isinstance(self.places, str):
-            return "device", (f"micro-steps are added up on the device, as DeepSpeed does: {self.places}",)
-        device, host_ = self.places["device"], self.places["host"]
-        if not (device.timed and host_.timed):
-            why = device.failed or host_.failed or "there was no time to try the host"
-            return "device", (f"micro-steps are added up on the device, as DeepSpeed does: {why}",)
-        noise = max(_TIE, self._noise(device, host_), self._noise(host_, device))
-        gain = self._ratio(device, host_)
-        place: Accumulate = "host" if gain > 1 + noise else "device"
-        steps = self.rules.workload.accumulation_steps
-        timed = f"{steps}" if steps <= TIMED_MICRO_STEPS else f"{TIMED_MICRO_STEPS} of {steps}"
-        return place, (
-            f"micro-steps are added up on the {place}: over {timed} of them, adding on the host adds "
-            f"{units.duration(host_.median)} and on the device, as DeepSpeed does, {units.duration(device.median)} "
-            f"({gain:.2f}x, noise {noise:.1%})",
+    def _where(self) -> Iterator[str]:
+        """Why the chosen path adds up micro-steps where it does, if both places were to be tried."""
+        chosen = self.chosen
+        every = [*self.outcome.finalists, *self.outcome.others]
+        other = next((e for e in every if e.record == chosen.record and e.place != chosen.place), None)
+        if other is None:
+            return
+        where = f"micro-steps are added up on the {chosen.place}"
+        if not other.timed:
+            why = other.failed or f"there was no time to try the {other.place}"
+            as_deepspeed = ", as DeepSpeed does" if chosen.place == "device" else ""
+            yield f"{where}{as_deepspeed}: {why}"
+            return
+        device, host_ = (chosen, other) if chosen.place == "device" else (other, chosen)
+        yield (
+            f"{where}: over {self._over}, adding on the host adds {units.duration(host_.median)} and on the device, as "
+            f"DeepSpeed does, {units.duration(device.median)} "
+            f"({self._ratio(device, host_):.2f}x, noise {self._noise_between(device, host_):.1%})"
         )
+
+    @property
+    def _over(self) -> str:
+        """What the times that decide are of."""
+        timed, steps = self.outcome.micro_steps, self.rules.workload.accumulation_steps
+        if timed == 1:
+            return "a backward pass"
+        return f"an accumulation of {timed} micro-steps" + (f" of {steps}" if timed < steps else "")
 
     # -- in words --
 
@@ -259,16 +302,20 @@ class Verdict:
         yield from self._against_own()
         if chosen is not best:
             yield (
-                f"{words(best.record)} was fastest with {units.duration(best.median)}, within the noise of "
-                f"{words(chosen.record)}: a near tie goes to what pins less, then to the smaller buffers"
+                f"{self._named(best)} was fastest with {units.duration(best.median)}, within the noise of "
+                f"{self._named(chosen)}: a near tie goes to what pins less, then to the smaller buffers"
             )
         yield from self._other_paths()
         yield from self._other_cast()
         yield from self._not_tried()
 
+    def _named(self, entrant: Entrant[Candidate]) -> str:
+        on_host = ", micro-steps added up on the host," if entrant.place == "host" else ""
+        return words(entrant.record) + on_host
+
     def _against_own(self) -> Iterator[str]:
         chosen, own = self.chosen, self.outcome.installed
-        adds = f"{words(chosen.record)} adds {units.duration(chosen.median)} to a backward pass"
+        adds = f"{self._named(chosen)} adds {units.duration(chosen.median)} to {self._over}"
         own_words = f"DeepSpeed's own {words(own.record)}"
         if not own.timed:
             yield f"{adds}; {own_words} {own.failed or 'was not timed'}, so nothing is compared with it"
@@ -290,20 +337,22 @@ class Verdict:
             if other.record.path not in told:
                 told.add(other.record.path)
                 times = f"{self._ratio(other, self.chosen):.2f} times as much"
-                yield f"{words(other.record)} adds {units.duration(other.median)}, {times}"
+                yield f"{self._named(other)} adds {units.duration(other.median)}, {times}"
 
     def _other_cast(self) -> Iterator[str]:
-        """The best of the same path with the cast elsewhere, where that is clearly slower."""
+        """The best of the same path with the cast elsewhere, where that is clearly slower in a backward pass."""
         record = self.chosen.record
-        others = [
-            e
-            for e in self.outcome.candidates
-            if e.timed and e.record.path == record.path and e.record.cast != record.cast
-        ]
-        best = min(others, key=lambda e: e.median, default=None)
-        if best is not None and self._ratio(best, self.chosen) > 1 + self.noise:
-            times = f"{self._ratio(best, self.chosen):.2f} times as much"
-            yield f"with the cast on the {best.record.cast} the same path adds {units.duration(best.median)}, {times}"
+        if self.chosen.place == "host":  # nothing is left to cast where sums end on the host
+            return
+        same = [e for e in self.outcome.candidates if e.timed and e.record.path == record.path]
+        ours = next((e for e in same if e.record == record), self.chosen)
+        best = min((e for e in same if e.record.cast != record.cast), key=lambda e: e.median, default=None)
+        if best is not None and self._ratio(best, ours) > 1 + self.noise:
+            where = (
+                f"with the cast on the {best.record.cast} the same path adds {units.duration(best.median)}"
+            )
+            passes = "" if self.outcome.micro_steps == 1 else " to a backward pass"
+            yield f"{where}{passes}, {self._ratio(best, ours):.2f} times as much"
 
     def _not_tried(self) -> Iterator[str]:
         if self.rules.not_on_offer is not None:
