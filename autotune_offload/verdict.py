@@ -191,7 +191,7 @@ class Verdict:
         ratios = [self._counted(theirs) / self._counted(ours) for ours, theirs in one.beside(other)]
         if other is one or not other.timed:
             return 0.0
-        if other.behind or self._ratio(other, one) > _FAR:
+        if one.behind or other.behind or self._ratio(other, one) > _FAR:
             return 0.0
         if len(ratios) < _FEW_ROUNDS:
             return _UNREPEATED
@@ -271,9 +271,10 @@ class Verdict:
         """Why the chosen path adds up micro-steps where it does, if both places were to be tried."""
         chosen = self.chosen
         every = [*self.outcome.finalists, *self.outcome.others]
-        other = next((e for e in every if e.record == chosen.record and e.place != chosen.place), None)
-        if other is None:
+        there = [e for e in every if e.record.path == chosen.record.path and e.place != chosen.place]
+        if not there:
             return
+        other = min(there, key=lambda e: e.median)
         where = f"micro-steps are added up on the {chosen.place}"
         if not other.timed:
             why = other.failed or f"there was no time to try the {other.place}"

@@ -15,18 +15,11 @@ from torch import Tensor
 from autotune_offload import accumulation as module
 from autotune_offload.accumulation import Accumulation, Moment
 from autotune_offload.device import AcceleratorDevice
-from autotune_offload.records import Candidate
 from tests.fakes import DeferredDevice, FakeAccelerator
 
 FIRST, MIDDLE, LAST = Moment(True, False, True), Moment(False, False, True), Moment(False, True, True)
 SIZES = (5, 300, 1000)
 PIECE_ELEMENTS = 64
-
-
-def spec(**changes: Any) -> Candidate:
-    """A path that page-locks."""
-    fields = {"path": "pinned", "cast": "device", "buffer_bytes": 1024, "buffer_count": 2, "host_threads": 0}
-    return Candidate(**{**fields, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +41,7 @@ class Rank:
         self, place: Any = "host", dtype: torch.dtype = torch.bfloat16, *, pinned: bool = False
     ) -> None:
         self.device = DeferredDevice()
-        self.accumulation = Accumulation(self.device, spec(), place)
+        self.accumulation = Accumulation(self.device, place, page_lock=True)
         self.low = [torch.full((size,), math.nan, dtype=dtype) for size in SIZES]
         self.fp32 = [torch.full((size,), math.nan) for size in SIZES]
         for low in self.low if pinned else []:
@@ -119,7 +112,7 @@ def test_a_sum_of_any_two_values_is_rounded_once(pairs: list[tuple[int, int]]) -
     device = DeferredDevice()
     for dtype in (torch.bfloat16, torch.float16):
         low, addend = ones.view(dtype).clone(), others.view(dtype)
-        sums, sent = Accumulation(device, spec(path="direct"), "host").on_host(addend, low)
+        sums, sent = Accumulation(device, "host", page_lock=False).on_host(addend, low)
         sums.add(sent, low)
         sums.drain()
         assert same_bits([low], summed(dtype, [ones.view(dtype)], [addend]))
@@ -161,7 +154,7 @@ def test_on_the_host_a_gradient_crosses_the_link_once() -> None:
 def test_where_memory_is_shared_the_buffer_accumulates_in_place() -> None:
     """Whatever place was asked for: nothing is allocated, and the sum is where it was."""
     device = AcceleratorDevice(FakeAccelerator("cpu"))
-    accumulation = Accumulation(device, spec(path="direct"), "host")
+    accumulation = Accumulation(device, "host", page_lock=False)
     low, (gradient, *_) = torch.zeros(SIZES[0], dtype=torch.bfloat16), gradients(1)
     for moment in (FIRST, MIDDLE, LAST):
         assert not accumulation.adds_on_host(moment)
@@ -187,7 +180,7 @@ def test_buffers_are_page_locked_only_where_the_path_page_locks() -> None:
     for path, limit, pinned in (("pinned", None, True), ("direct", None, False), ("staged", 1, False)):
         device = DeferredDevice()
         device.largest_pin_bytes = limit
-        accumulation = Accumulation(device, spec(path=path), "host")
+        accumulation = Accumulation(device, "host", page_lock=path != "direct")
         accumulation.on_host(gradients(1)[0], gradients(2)[0])
         assert bool(device.pinned) is pinned
         accumulation.close()

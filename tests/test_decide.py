@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -13,12 +14,14 @@ import optuna
 import pytest
 
 from autotune_offload import contest, decide, records
+from autotune_offload.accumulation import Moment
 from autotune_offload.candidates import (
     PARAMETERS,
     PinRules,
     flat_blocks,
     grid,
     key,
+    kind,
     optimizer_blocks,
     parameter_blocks,
 )
@@ -76,6 +79,11 @@ class ScriptedDevice:
         """More than one."""
         return 4
 
+    @contextlib.contextmanager
+    def keeping_pinned(self) -> Iterator[None]:
+        """Nothing is page-locked here."""
+        yield
+
 
 @dataclass
 class ScriptedPath:
@@ -103,17 +111,17 @@ class Stage:
     jitter: tuple[float, ...] = (1.0, 1.001, 0.999)
     paths: list[ScriptedPath] = field(default_factory=list)
     timed: list[Record] = field(default_factory=list)
-    places: dict[str, float] = field(default_factory=lambda: {"device": 1.0, "host": 1.0})
-    """Seconds of an accumulation that adds there."""
-    windows: list[tuple[str, int]] = field(default_factory=list)
-    """Place and micro-steps of every accumulation that was timed."""
-    check_window: Callable[[str], None] = lambda place: None
+    accumulated: Callable[[Record, str], float] = lambda record, place: 1.0
+    """Seconds of a whole accumulation that adds up there; all of it is taken by the last micro-step."""
+    micro_steps: list[tuple[Record, str, Moment]] = field(default_factory=list)
+    """Every micro-step that was timed."""
+    check_accumulation: Callable[[Record, str], None] = lambda record, place: None
     closed: int = 0
     sampled: int = 0
 
     def run(self, *, seconds: float = 5.0, **changes: Any) -> Decision:
         """`decide` with so many seconds left."""
-        self.monkeypatch.setattr(decide, "Bench", lambda *args: _Bench(self, args[2]))
+        self.monkeypatch.setattr(decide, "Bench", lambda *args, **parts: _Bench(self, args[2]))
         self.monkeypatch.setattr(contest.Trial, "built", lambda trial, entrant: self._built(entrant.record))
         self.monkeypatch.setattr(contest, "build", lambda device, record, dtype: self._built(record))
         arguments: dict[str, Any] = {
@@ -160,17 +168,26 @@ class _Bench:
         self.stage.device.clock += self.stage.pass_seconds
         return self.stage.script(path.record) * next(self.jitter)
 
-    def check_window(self, window: Window, memory: str) -> None:
+    def check_accumulation(self, window: Window, memory: str) -> None:
         self.stage.device.clock += window.micro_steps * self.stage.pass_seconds
-        self.stage.check_window(window.accumulation.place)
+        self.stage.check_accumulation(*_who(window))
 
-    def time_window(self, window: Window, memory: str) -> float:
-        self.stage.device.clock += window.micro_steps * self.stage.pass_seconds
-        self.stage.windows.append((window.accumulation.place, window.micro_steps))
-        return self.stage.places[window.accumulation.place] * next(self.jitter)
+    def warm_up_accumulation(self, window: Window, memory: str) -> None:
+        self.stage.device.clock += self.stage.pass_seconds
+
+    def time_micro_step(self, window: Window, moment: Moment, memory: str) -> float:
+        self.stage.device.clock += self.stage.pass_seconds
+        self.stage.micro_steps.append((*_who(window), moment))
+        return self.stage.accumulated(*_who(window)) * next(self.jitter) if moment.boundary else 0.0
 
     def close(self) -> None:
         self.stage.closed += 1
+
+
+def _who(window: Window) -> tuple[Record, str]:
+    path = cast(ScriptedPath, window.path)
+    assert not path.closed
+    return path.record, window.accumulation.place
 
 
 @pytest.fixture
@@ -267,7 +284,7 @@ def test_noise_between_paths_costs_nothing_within_one(stage: Stage) -> None:
     stage.script = lambda record: (
         threads[record.host_threads] if isinstance(record, Candidate) and record.path == "direct" else 0.99
     )
-    stage.jitter = (1.0, 1.6, 0.7, 1.3, 0.9)
+    stage.jitter = (1.0, 1.6, 0.7, 1.3, 0.9, 1.2, 0.8)
     choice = stage.run(steer=Settings(cast="host"), seconds=10.0).choice
     assert choice.noise > 0.02
     assert (choice.path, choice.host_threads) == ("direct", 1)
@@ -629,14 +646,14 @@ def test_bytes_are_checked_once(stage: Stage) -> None:
 # -- the search -----------------------------------------------------------------------------------
 
 
-def test_the_search_starts_with_the_best_of_every_path_and_cast(stage: Stage) -> None:
+def test_the_search_starts_with_the_best_of_every_kind(stage: Stage) -> None:
     """And with DeepSpeed's own way in our terms: they are timed before anything else of their kind."""
     stage.run()
     ours = [record for record in stage.timed if isinstance(record, Candidate)]
-    order = list(dict.fromkeys((record.path, record.cast) for record in ours))
-    distinct = list(dict.fromkeys(key(record) for record in ours))[:7]
-    assert len(order) == 6
-    assert {(path, cast_) for path, cast_, *_ in distinct} == set(order)
+    kinds = list(dict.fromkeys(kind(record) for record in ours))
+    assert len({(path, cast_) for path, cast_, _ in kinds}) == 6
+    distinct = list({key(record): record for record in ours}.values())[: len(kinds) + 1]
+    assert {kind(record) for record in distinct} == set(kinds)
 
 
 def test_a_slow_candidate_is_stopped_after_the_first_round(stage: Stage) -> None:
@@ -747,83 +764,189 @@ def test_a_synchronous_device_keeps_deepspeeds_sizes(stage: Stage) -> None:
     assert "nothing overlaps, so DeepSpeed's own value stays" in sizes.reasons["reduce_bucket_elements"]
 
 
-# -- where micro-steps are added up ----------------------------------------------------------------
+# -- whole accumulations ---------------------------------------------------------------------------
 
 FOUR = make_workload(accumulation_steps=4)
+
+
+def by_place(*, host: float, device: float = 1.0, own: float = 1.5) -> Callable[[Record, str], float]:
+    """Seconds of an accumulation by where it adds up; `own` is DeepSpeed's."""
+    seconds = {"device": device, "host": host}
+    return lambda record, place: own if isinstance(record, Baseline) else seconds[place]
 
 
 @pytest.mark.parametrize(
     ("host_seconds", "place"), [(0.5, "host"), (0.97, "host"), (0.99, "device"), (2.0, "device")]
 )
 def test_the_faster_place_wins_beyond_the_noise(stage: Stage, host_seconds: float, place: str) -> None:
-    """DeepSpeed's own is the device; the reason has both times."""
-    stage.places["host"] = host_seconds
-    decision = stage.run(workload=FOUR)
+    """DeepSpeed's own is the device; the reason has both times, and the gain is that of the accumulation."""
+    stage.accumulated = by_place(host=host_seconds)
+    decision = stage.run(workload=FOUR, seconds=50.0)
     assert decision.choice.accumulate == place
-    assert f"micro-steps are added up on the {place}: over 4 of them" in reasons(decision)
+    assert f"micro-steps are added up on the {place}: over an accumulation of 4 micro-steps" in reasons(
+        decision
+    )
     assert f"({1 / host_seconds:.2f}x, noise 2.0%)" in reasons(decision)
-    rounds = [name for name, _ in stage.windows]
-    assert len(rounds) >= 6 and abs(rounds.count("host") - rounds.count("device")) <= 1
+    assert decision.choice.gain == pytest.approx(
+        1.5 / min(host_seconds if place == "host" else 1.0, 1.0), rel=0.01
+    )
+    assert "to an accumulation of 4 micro-steps; DeepSpeed's own" in decision.choice.reasons[0]
     assert all(path.closed for path in stage.paths)
 
 
-def test_of_a_long_accumulation_four_micro_steps_are_timed(stage: Stage) -> None:
-    """And it says so."""
+def test_the_path_is_the_fastest_over_whole_accumulations(stage: Stage) -> None:
+    """Not over single backward passes: those choose who runs; what is reported of them stays theirs."""
+    stage.script = by_path(pinned=0.5, direct=0.9, staged=1.0, own=1.0)
+    stage.accumulated = lambda record, place: (
+        3.0 if isinstance(record, Baseline) else 1.0 if (record.path, place) == ("direct", "host") else 2.0
+    )
+    decision = stage.run(workload=FOUR)
+    choice = decision.choice
+    assert (choice.path, choice.accumulate) == ("direct", "host")
+    assert choice.gain == pytest.approx(3.0, rel=0.01)
+    best = min(c.measured_seconds for c in decision.candidates if c.measured_seconds is not None)
+    assert best == pytest.approx(0.5, rel=0.01)
+    assert decision.baselines[0].measured_seconds == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_path_with_threads_of_its_own_gets_its_chance_over_accumulations(stage: Stage) -> None:
+    """Its threads work while the sum crosses the link: 1.8 times the fastest in a backward pass may still win."""
+
+    def threaded(record: Record) -> bool:
+        return isinstance(record, Candidate) and (record.path, record.host_threads > 0) == ("staged", True)
+
+    stage.script = lambda record: 1.8 if threaded(record) else 1.0
+    stage.accumulated = lambda record, place: 1.0 if threaded(record) and place == "device" else 2.0
+    choice = stage.run(workload=FOUR).choice
+    assert choice.path == "staged" and choice.host_threads > 0
+
+
+def test_neighbours_of_the_leader_run_over_accumulations_too(stage: Stage) -> None:
+    """Though all rings take the same in a backward pass; the one that is chosen has a time of a pass as well."""
+
+    def seconds(record: Record, place: str) -> float:
+        if not isinstance(record, Candidate) or place == "host":
+            return 3.0
+        return {2: 1.2, 3: 1.1, 4: 1.0}[record.buffer_count]
+
+    stage.accumulated = seconds
+    decision = stage.run(workload=FOUR, steer=Settings(path="staged", cast="host"), seconds=50.0)
+    assert decision.choice.buffer_count == 4
+    assert all(c.measured_seconds is not None for c in decision.candidates if key(c) == key(decision.choice))
+
+
+def test_what_entrants_share_is_timed_once_a_round(stage: Stage) -> None:
+    """Until the last micro-step, adding up on the device is the same for all with one kind of host memory."""
+    stage.run(workload=FOUR, seconds=50.0)
+    last = [who for who in stage.micro_steps if who[2].boundary]
+    on_device = [who for who in stage.micro_steps if who[2].first]
+    assert len(on_device) < len(last) / 3
+    memories = 2
+    rounds = max(sum(who[0] is one[0] and who[1] == one[1] for who in last) for one in last)
+    assert len(on_device) <= memories * (rounds + 3)
+
+
+def test_who_is_clearly_behind_leaves_the_race(stage: Stage) -> None:
+    """After one round where it takes over twice the least; DeepSpeed's own stays for the gain."""
+    stage.accumulated = by_place(host=9.0, own=1.05)
+    stage.run(workload=FOUR, seconds=50.0)
+    on_host = [who for who in stage.micro_steps if who[1] == "host" and who[2].boundary]
+    assert len(on_host) == len({record.path for record, *_ in on_host if isinstance(record, Candidate)})
+    own = [who for who in stage.micro_steps if isinstance(who[0], Baseline) and who[2].boundary]
+    assert len(own) > 10
+
+
+def test_no_gain_over_accumulations_keeps_deepspeeds_own_code(stage: Stage) -> None:
+    """Whatever a single backward pass gained."""
+    stage.script = by_path(pinned=0.1, direct=0.1, staged=0.1, own=1.0)
+    stage.accumulated = by_place(host=1.0, device=1.0, own=1.01)
+    decision = stage.run(workload=FOUR)
+    assert not decision.choice.beats_deepspeed
+    assert "no gain beyond the noise over DeepSpeed's own code, which is kept" in reasons(decision)
+
+
+def test_of_a_long_accumulation_four_micro_steps_count(stage: Stage) -> None:
+    """And it says so; those in the middle are alike, so that one of them is timed."""
     decision = stage.run(workload=make_workload(accumulation_steps=32))
-    assert {steps for _, steps in stage.windows} == {4}
-    assert "over 4 of 32 of them" in reasons(decision)
+    assert "to an accumulation of 4 micro-steps of 32" in reasons(decision)
+    moments = {(moment.first, moment.boundary) for *_, moment in stage.micro_steps}
+    assert moments == {(True, False), (False, False), (False, True)}
 
 
-@pytest.mark.parametrize("cause", ["one micro-step", "shared memory", "fixed"])
-def test_where_there_is_no_choice_no_time_is_spent_on_it(stage: Stage, cause: str) -> None:
-    """With one micro-step, in place on the CPU, or where the user fixed it: the trials are what they were."""
+@pytest.mark.parametrize("cause", ["one micro-step", "shared memory"])
+def test_where_nothing_is_added_up_no_time_is_spent_on_it(stage: Stage, cause: str) -> None:
+    """With one micro-step, or in place on the CPU: all of the five seconds go to backward passes."""
     changes: dict[str, Any] = {"workload": FOUR}
     if cause == "one micro-step":
         changes["workload"] = make_workload()
-    elif cause == "shared memory":
-        stage.device.synchronous = stage.device.shares_host_memory = True
     else:
-        changes["steer"] = Settings(accumulate="host")
+        stage.device.synchronous = stage.device.shares_host_memory = True
     decision = stage.run(**changes)
-    assert stage.windows == []
-    assert "micro-steps" not in reasons(decision)
-    assert decision.choice.accumulate == ("host" if cause == "fixed" else "device")
-    assert stage.device.clock > 104.9  # all of the five seconds went to the paths
+    assert stage.micro_steps == []
+    assert "micro-step" not in reasons(decision)
+    assert decision.choice.accumulate == "device"
+    assert stage.device.clock > 104.9
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_fixed_place_is_honoured(stage: Stage, place: Any) -> None:
+    """However slow: the paths are compared as they would run there."""
+    stage.accumulated = by_place(host=9.0 if place == "host" else 0.1, device=0.1 if place == "host" else 9.0)
+    decision = stage.run(workload=FOUR, steer=Settings(accumulate=place))
+    assert decision.choice.accumulate == place
+    ours = {where for record, where, _ in stage.micro_steps if isinstance(record, Candidate)}
+    assert ours == {place}
+    assert "micro-steps are added up" not in reasons(decision)
 
 
 def test_a_place_that_fails_is_not_taken(stage: Stage) -> None:
     """Whatever the other would have taken."""
-    stage.places["host"] = 0.1
+    stage.accumulated = by_place(host=0.1)
 
-    def check(place: str) -> None:
+    def check(record: Record, place: str) -> None:
         if place == "host":
             raise MeasurementError("7 of 9 gradients arrived with wrong bits")
 
-    stage.check_window = check
+    stage.check_accumulation = check
     decision = stage.run(workload=FOUR)
     assert decision.choice.accumulate == "device"
     assert "added up on the device, as DeepSpeed does: failed in a trial: 7 of 9" in reasons(decision)
 
 
+def test_where_no_accumulation_can_be_timed_backward_passes_decide(stage: Stage) -> None:
+    """All of ours fail there, none alone: DeepSpeed's place is kept with the path that ran."""
+    stage.script = by_path(pinned=0.5)
+
+    def check(record: Record, place: str) -> None:
+        if isinstance(record, Candidate):
+            raise MeasurementError("no room for the sums")
+
+    stage.check_accumulation = check
+    choice = stage.run(workload=FOUR).choice
+    assert (choice.path, choice.accumulate) == ("pinned", "device")
+    assert choice.gain == pytest.approx(2.0, rel=0.01)
+
+
 def test_adding_on_the_host_needs_room_beside_the_path(stage: Stage) -> None:
     """Its own buffers are page-locked as well, where the path page-locks; within the same limit."""
-    stage.places["host"] = 0.1
+    stage.accumulated = by_place(host=0.1)
     stage.script = by_path(staged=0.2, pinned=9.0)
     steer = Settings(path="staged", buffer_bytes=1 << 20, buffer_count=2)
     tight = replace(ROOMY, pinnable_bytes=37 << 20, bounds=(Limit(
         name="memlock", bytes=37 << 20, source="ulimit -l", raise_by="ulimit -l unlimited"),))  # fmt: skip
     decision = stage.run(workload=FOUR, limits=tight, steer=steer)
-    assert decision.choice.accumulate == "device" and stage.windows == []
+    assert decision.choice.accumulate == "device"
+    assert not [place for _, place, _ in stage.micro_steps if place == "host"]
     assert "ulimit -l" in reasons(decision)
     assert stage.run(workload=FOUR, steer=steer).choice.accumulate == "host"
 
 
-def test_the_time_for_both_places_is_part_of_the_budget(stage: Stage) -> None:
-    """However slow a pass is, the trials end at the deadline but for the round under way."""
+def test_the_time_for_accumulations_is_part_of_the_budget(stage: Stage) -> None:
+    """However slow a pass is, the trials end at the deadline but for what is under way."""
     for pass_seconds in (1e-3, 1e-2, 5e-2):
         stage.pass_seconds, stage.device.clock = pass_seconds, 100.0
         stage.run(workload=FOUR)
-        assert stage.device.clock <= 105 + 5 * pass_seconds
+        assert stage.device.clock <= 105 + 8 * pass_seconds
 
 
 # -- rules ----------------------------------------------------------------------------------------

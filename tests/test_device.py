@@ -195,6 +195,48 @@ def test_released_blocks_leave_torchs_cache(cuda: FakeAccelerator, monkeypatch: 
     assert left == [0]
 
 
+def locks(accelerator: FakeAccelerator) -> list[tuple[Any, ...]]:
+    """What was locked and unlocked, in bytes, in order."""
+    return [call for call in accelerator.calls if call[0] in ("pin_memory", "unpin_memory")]
+
+
+def test_kept_blocks_are_handed_out_again(cuda: FakeAccelerator) -> None:
+    """A smaller request takes the front of what was given back; nothing is locked for it."""
+    device = FakeAcceleratorDevice(cuda)
+    with device.keeping_pinned():
+        first = device.pinned_empty(64, torch.float32)
+        at = first.data_ptr()
+        device.release_pinned(first)
+        second = device.pinned_empty(32, torch.bfloat16)
+        assert (second.data_ptr(), second.shape, second.dtype) == (at, (32,), torch.bfloat16)
+        assert [name for name, *_ in locks(cuda)] == ["pin_memory"]
+        beside = device.pinned_empty(8, torch.float32)
+        assert beside.data_ptr() != at
+        device.release_pinned(second)
+        device.release_pinned(beside)
+    assert [name for name, *_ in locks(cuda)] == ["pin_memory"] * 2 + ["unpin_memory"] * 2
+
+
+def test_no_more_is_kept_than_was_in_use(cuda: FakeAccelerator) -> None:
+    """What is free and too small is unlocked before a larger block is locked: limits hold for the sum."""
+    device = FakeAcceleratorDevice(cuda)
+    with device.keeping_pinned():
+        device.release_pinned(device.pinned_empty(64, torch.uint8))
+        larger = device.pinned_empty(128, torch.uint8)
+        assert [name for name, *_ in locks(cuda)] == ["pin_memory", "unpin_memory", "pin_memory"]
+        device.release_pinned(larger)
+
+
+def test_a_block_that_outlives_the_keeping_is_unlocked_when_it_is_given_back(cuda: FakeAccelerator) -> None:
+    """No page stays locked."""
+    device = FakeAcceleratorDevice(cuda)
+    with device.keeping_pinned():
+        device.release_pinned(device.pinned_empty(64, torch.uint8))
+        late = device.pinned_empty(16, torch.uint8)
+    device.release_pinned(late)
+    assert [name for name, *_ in locks(cuda)] == ["pin_memory", "unpin_memory"]
+
+
 def test_on_the_real_cpu_nothing_pins() -> None:
     """DeepSpeed's CPU accelerator returns what it was given; the reason says so and nothing raises."""
     from deepspeed.accelerator import get_accelerator
