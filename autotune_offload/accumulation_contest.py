@@ -5,11 +5,14 @@ Where micro-steps are added up, and what a path's own threads do meanwhile, show
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from autotune_offload.candidates import kind
-from autotune_offload.contest import MAX_ROUNDS, AccumulationTrial, Entrant, Race, dealt
+from autotune_offload.contest import MAX_ROUNDS, AccumulationTrial, Entrant, Race
 from autotune_offload.records import Baseline, Candidate
 from autotune_offload.verdict import Outcome, Verdict
 
@@ -19,6 +22,10 @@ threads of their own: they work while the sum crosses the link, which a backward
 
 _DROPPED = (2.0, 1.4, 1.2)
 """Who takes more than this many times the least after the first, second, and every later round leaves the race."""
+
+_RING_SHARE = 8
+"""Of a partition that is cut for the sample, a ring may be such a part: more of the landing than really would be
+hides behind the next sum otherwise, since the next one comes too soon."""
 
 _AGAIN_WITHIN = 1.1
 """Who takes up to this many times the least in the first race runs in the second, where it leaves beyond this."""
@@ -40,14 +47,15 @@ def over_accumulations(passes: Verdict, trial: AccumulationTrial, deadline: floa
         deadline: when to stop; the first of ours and DeepSpeed's own run once in any case.
     """
     outcome, now = passes.outcome, trial.device.now()
-    ours = list(_entrants(passes))
+    most_bytes = 4 * trial.bench.largest_elements // _RING_SHARE if trial.bench.cuts else sys.maxsize
+    ours = list(_entrants(passes, most_bytes))
     own = [replace(e.anew(), checked=False) for e in outcome.own if e.failed is None]
     until = now + (deadline - now) * _FIRST_SHARE
-    _race(trial, ours, own, until, dropped=_DROPPED, rounds=len(_DROPPED), sure=2)
+    _race(trial, ours, own, deadline, until=until, dropped=_DROPPED, rounds=len(_DROPPED), sure=2)
     if not any(e.timed for e in ours):  # the paths themselves ran: the choice falls on backward passes alone
         return replace(outcome, others=tuple(ours))
     left = _left(ours)
-    finer = next(filter(None, (list(_neighbours(outcome, e)) for e in left)), [])
+    finer = next(filter(None, (list(_neighbours(outcome, e, most_bytes)) for e in left)), [])
     timings = sum(len(e.seconds) for e in ours) + sum(len(e.seconds) for e in own)
     room = _room(deadline - trial.device.now(), (trial.device.now() - now) / timings) - len(own)
     left = left[: max(room - len(finer), room // 2, 1)]
@@ -68,10 +76,10 @@ def over_accumulations(passes: Verdict, trial: AccumulationTrial, deadline: floa
     )
 
 
-def _entrants(passes: Verdict) -> Iterator[Entrant[Candidate]]:
+def _entrants(passes: Verdict, most_bytes: int) -> Iterator[Entrant[Candidate]]:
     """Every kind that adds up on the device, and every path that adds up on the host: it casts nothing there."""
     wanted = passes.steer.accumulate
-    for best, *other_kinds in passes.best_of_each_path(_WITHIN):
+    for best, *other_kinds in passes.best_of_each_path(_WITHIN, lambda c: _ring_bytes(c) <= most_bytes):
         if wanted != "host":
             yield from (Entrant(record=e.record) for e in (best, *other_kinds))
         if wanted != "device":
@@ -86,16 +94,21 @@ def _race(
     deadline: float,
     *,
     dropped: Sequence[float],
+    until: float = math.inf,
     rounds: int = MAX_ROUNDS,
     sure: int = 0,
 ) -> None:
-    """In turn until the deadline; who is clearly behind leaves early, but for DeepSpeed's own default."""
-    entrants = dealt([e for e in ours if e.failed is None], list(own))
+    """In turn until the deadline; who is clearly behind leaves early, but for DeepSpeed's own default.
+
+    No round is begun after `until`. DeepSpeed's own come second: both their times are needed for the pin key.
+    """
+    able = [e for e in ours if e.failed is None]
+    entrants: list[Entrant[Any]] = [*able[:1], *own, *able[1:]]
     with Race(trial.device, trial.bench, entrants, deadline=deadline, sure=sure, trial=trial) as race:
         for index in range(rounds):
             race.round()
             race.drop_beyond(dropped[min(index, len(dropped) - 1)], keep=own[:1])
-            if race.over:
+            if race.over or trial.device.now() >= until:
                 break
 
 
@@ -110,7 +123,9 @@ def _left(ours: Sequence[Entrant[Candidate]]) -> list[Entrant[Candidate]]:
     return [e for e in ranked if e.median <= _AGAIN_WITHIN * ranked[0].median]
 
 
-def _neighbours(outcome: Outcome, leader: Entrant[Candidate]) -> Iterator[Entrant[Candidate]]:
+def _neighbours(
+    outcome: Outcome, leader: Entrant[Candidate], most_bytes: int
+) -> Iterator[Entrant[Candidate]]:
     """One step from the leader in buffer size, or with another number of buffers, as far as limits admit them."""
     if leader.place == "host":  # what is sent to the host's sums does not pass the path's buffers
         return
@@ -124,8 +139,13 @@ def _neighbours(outcome: Outcome, leader: Entrant[Candidate]) -> Iterator[Entran
     for entrant in same:
         same_count = entrant.record.buffer_count == record.buffer_count
         steps = abs(sizes.index(entrant.record.buffer_bytes) - at)
-        if (steps == 1 and same_count) or (steps == 0 and not same_count):
+        near = (steps == 1 and same_count) or (steps == 0 and not same_count)
+        if near and _ring_bytes(entrant.record) <= most_bytes:
             yield entrant
+
+
+def _ring_bytes(candidate: Candidate) -> int:
+    return candidate.buffer_bytes * candidate.buffer_count if candidate.path == "staged" else 0
 
 
 def _race_passes(trial: AccumulationTrial, entrants: Sequence[Entrant[Candidate]], deadline: float) -> None:

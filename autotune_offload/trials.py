@@ -18,6 +18,7 @@ from autotune_offload.accumulation import Accumulation, Moment
 from autotune_offload.device import Device
 from autotune_offload.errors import MeasurementError, PinError
 from autotune_offload.records import Memory, Workload
+from autotune_offload.workload import middle_elements
 
 MICRO_BATCH_TOKENS = 4096
 """Tokens of a micro-batch in the stand-in for compute: a context of 4,096 with one sequence."""
@@ -97,6 +98,7 @@ class Bench:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, workload.dtype)
         self.sample = sample(workload, most_elements, parts)
+        self._typical_elements = middle_elements(workload.partitions)
         checked = min(self.sample.elements, device.checked_elements)
         values = _gradient_values(checked, self.dtype)
         source = device.empty(self.sample.elements, self.dtype)
@@ -114,6 +116,11 @@ class Bench:
     def largest_elements(self) -> int:
         """The largest partition in the sample."""
         return max(self.sample.sizes)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether those that most gradients are in had to be cut for the sample."""
+        return self._typical_elements > self.largest_elements
 
     @property
     def compute_seconds(self) -> float:

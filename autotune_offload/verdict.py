@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,21 +158,23 @@ class Verdict:
         fastest = min(same, key=lambda e: e.median)
         return min((e for e in same if self._ratio(e, fastest) <= 1 + _BUFFER_TIE), key=_modesty)
 
-    def best_of_each_path(self, within: Mapping[bool, float]) -> list[list[Entrant[Candidate]]]:
+    def best_of_each_path(
+        self, within: Mapping[bool, float], able: Callable[[Candidate], bool]
+    ) -> list[list[Entrant[Candidate]]]:
         """What would be chosen of each kind, by path: the chosen path first, then the fastest.
 
-        A kind that takes more than so many times the fastest of its path is left out: `within` gives how many
-        for kinds without and with threads of their own.
+        Only whom `able` admits counts. A kind that takes more than so many times the fastest of its path is
+        left out: `within` gives how many for kinds without and with threads of their own.
         """
         kinds: dict[Any, list[Entrant[Candidate]]] = {}
-        for entrant in filter(lambda e: e.timed, self.outcome.candidates):
+        for entrant in filter(lambda e: e.timed and able(e.record), self.outcome.candidates):
             kinds.setdefault(kind(entrant.record), []).append(entrant)
         paths: dict[Path, list[Entrant[Candidate]]] = {self.chosen.record.path: []}
         for entrant in sorted(map(self._modest, kinds.values()), key=lambda e: e.median):
             of_path = paths.setdefault(entrant.record.path, [])
             if not of_path or self._ratio(entrant, of_path[0]) <= within[entrant.record.host_threads > 0]:
                 of_path.append(entrant)
-        return list(paths.values())
+        return [of_path for of_path in paths.values() if of_path]
 
     # -- comparing --
 
@@ -236,7 +238,10 @@ class Verdict:
             on = self.steer.path == "pinned"
             fixed = f"{section} is {'' if on else 'not '}pinned: you fixed the path {self.steer.path}"
             return _Pin(pinned=on, reason=fixed)
+        stock = [b for b in self.outcome.baselines if b.record.name == self.outcome.installed.record.name]
         times = {b.memory: b for b in self.outcome.own if b.timed}
+        if len(times) < 2:  # one of them was not timed over accumulations
+            times = {b.memory: b for b in stock if b.timed}
         if len(times) < 2:
             missing = "pinned" if "pinned" not in times else "pageable"
             return _Pin(

@@ -50,12 +50,13 @@ from autotune_offload.records import Accumulate, Candidate, Memory, Profile, Wor
 from autotune_offload.simulated import Faults, SimulatedDevice
 from autotune_offload.trials import Bench, Window
 from autotune_offload.verdict import words
-from autotune_offload.workload import TIMED_MICRO_STEPS
+from autotune_offload.workload import TIMED_MICRO_STEPS, middle_elements
 from benchmarks.output import reporting
 
 MEAN_LIMIT, WORST_LIMIT = 0.01, 0.05
 TRUTH_ELEMENTS = 1 << 25
-"""Of the sample on the noiseless clock: 128 MiB of fp32, twice a probe's."""
+MOST_TRUTH_ELEMENTS = 1 << 27
+"""Of the sample on the noiseless clock: 128 MiB of fp32, twice a probe's, and up to 512 for large partitions."""
 
 CAP_BYTES = 256 << 20
 NOISE = 0.02
@@ -234,9 +235,10 @@ def truth(profile: Profile, device: SimulatedDevice) -> dict[str, float]:
     """
     rules = PinRules(workload=profile.workload, pin=profile.pin, limits=profile.limits)
     candidates = [c for c in grid(device, profile.workload, Settings()) if rules.against(c) is None]
-    steps = min(profile.workload.accumulation_steps, TIMED_MICRO_STEPS)
-    bench = Bench(device, profile.workload, TRUTH_ELEMENTS, parts=1 if steps > 1 else 2)
-    steps = min(profile.workload.accumulation_steps, TIMED_MICRO_STEPS)
+    steps = 1 if device.shares_host_memory else min(profile.workload.accumulation_steps, TIMED_MICRO_STEPS)
+    typical = middle_elements(profile.workload.partitions)
+    elements = min(max(TRUTH_ELEMENTS, 2 * typical), MOST_TRUTH_ELEMENTS)
+    bench = Bench(device, profile.workload, elements, parts=1 if steps > 1 else 2)
     times = {}
     for candidate in candidates:
         for place in _places(device, rules, candidate, steps):
