@@ -55,6 +55,32 @@ class Alternative:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deciding:
+    """The two times that the choice rests on, and what they are of; None where one was not measured."""
+
+    over: str
+    own_seconds: float | None
+    chosen_seconds: float | None
+
+
+def deciding(profile: Profile) -> Deciding:
+    """Those of whole accumulations where such were timed, else of backward passes."""
+    if profile.accumulations:
+        own = next((row.measured_seconds for row in profile.accumulations if row.installed), None)
+        chosen = next((row.measured_seconds for row in profile.accumulations if row.chosen), None)
+        steps = profile.accumulations[0].micro_steps
+        return Deciding(
+            over=f"an accumulation of {steps} micro-steps", own_seconds=own, chosen_seconds=chosen
+        )
+    candidate = chosen_candidate(profile)
+    return Deciding(
+        over="a backward pass",
+        own_seconds=next((each.measured_seconds for each in profile.baselines if each.installed), None),
+        chosen_seconds=candidate.measured_seconds if candidate else None,
+    )
+
+
 def alternatives(profile: Profile) -> list[Alternative]:
     """Everything that was weighed, cheapest first."""
     chosen = chosen_candidate(profile)
@@ -91,8 +117,9 @@ def chosen_candidate(profile: Profile) -> Candidate | None:
     return next(iter(exact), None)
 
 
-def verdict(row: Alternative, choice: Choice) -> str:
+def verdict(row: Alternative, profile: Profile) -> str:
     """Why `row` is or is not the choice, in one clause with its numbers."""
+    choice = profile.choice
     if row.chosen:
         return "chosen"
     if row.rejected is not None:
@@ -104,6 +131,9 @@ def verdict(row: Alternative, choice: Choice) -> str:
     excess, noise = row.times_chosen - 1, f"the noise of {units.percent(choice.noise)}"
     if excess > choice.noise:
         return f"slower by {units.percent(excess)}, beyond {noise}"
+    if profile.accumulations:
+        near = f"within {noise}" if excess >= -choice.noise else f"faster by {units.percent(-excess)}"
+        return f"{near} in a backward pass; whole accumulations decide"
     return _tied(row, noise) if excess >= -choice.noise else _faster(row, -excess)
 
 

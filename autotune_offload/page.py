@@ -19,6 +19,7 @@ from autotune_offload.alternatives import (
     alternatives,
     best_of_each,
     chosen_candidate,
+    deciding,
     detail_of,
     name_of,
     verdict,
@@ -113,19 +114,19 @@ def headline(profile: Profile) -> str:
 
 def decision(profile: Profile) -> str:
     """The decision in one sentence, with both times and the noise."""
-    choice, own, chosen = profile.choice, installed(profile), chosen_candidate(profile)
+    choice, found = profile.choice, deciding(profile)
     noise = f"the noise of these trials is {units.percent(choice.noise)}"
-    ours = units.duration(chosen.measured_seconds if chosen else None)
-    if own is None or own.measured_seconds is None:
-        return f"Use {_way(profile)}: it adds {ours} to a backward pass; DeepSpeed's own code was not timed."
-    theirs = units.duration(own.measured_seconds)
+    ours = units.duration(found.chosen_seconds)
+    if found.own_seconds is None:
+        return f"Use {_way(profile)}: it adds {ours} to {found.over}; DeepSpeed's own code was not timed."
+    theirs = units.duration(found.own_seconds)
     if choice.beats_deepspeed:
         return (
-            f"Use {_way(profile)}: it adds {ours} to a backward pass where DeepSpeed's own code adds {theirs}, "
+            f"Use {_way(profile)}: it adds {ours} to {found.over} where DeepSpeed's own code adds {theirs}, "
             f"{units.times(choice.gain)} as much ({noise})."
         )
     return (
-        f"Keep DeepSpeed's own gradient path, which adds {theirs} to a backward pass: the best other way, "
+        f"Keep DeepSpeed's own gradient path, which adds {theirs} to {found.over}: the best other way, "
         f"{_way(profile)}, adds {ours}, and {noise}."
     )
 
@@ -152,7 +153,8 @@ def installed(profile: Profile) -> Baseline | None:
 def _way(profile: Profile) -> str:
     choice = profile.choice
     detail = detail_of(choice)
-    return f"{choice.path} with the cast on the {choice.cast}" + (f" ({detail})" if detail else "")
+    way = f"{choice.path} with the cast on the {choice.cast}" + (f" ({detail})" if detail else "")
+    return f"{way}, micro-steps added up on the host" if choice.accumulate == "host" else way
 
 
 def _title(profiles: Sequence[tuple[str, Profile]]) -> str:
@@ -166,7 +168,7 @@ def _title(profiles: Sequence[tuple[str, Profile]]) -> str:
 
 def _section(name: str, profile: Profile, config: Mapping[str, Any] | None, number: int) -> dict[str, Any]:
     rows = _shown(profile)
-    chosen, own = chosen_candidate(profile), installed(profile)
+    own = installed(profile)
     return {
         "id": f"profile-{number + 1}",
         "name": name,
@@ -176,10 +178,11 @@ def _section(name: str, profile: Profile, config: Mapping[str, Any] | None, numb
         "headline": headline(profile),
         "decision": decision(profile),
         "chosen_name": name_of(profile.choice.path, profile.choice.cast),
-        "chosen_seconds": chosen.measured_seconds if chosen else None,
+        "chosen_seconds": deciding(profile).chosen_seconds,
         "own_name": own.name if own else "",
-        "own_seconds": own.measured_seconds if own else None,
-        "rows": [(row, verdict(row, profile.choice)) for row in alternatives(profile)],
+        "own_seconds": deciding(profile).own_seconds,
+        "over": deciding(profile).over,
+        "rows": [(row, verdict(row, profile)) for row in alternatives(profile)],
         "costs": _both_widths(lambda width: _costs(profile, rows, width, IN_PAGE)),
         "timelines": _timelines(profile),
         "stages": _both_widths(lambda width: _stages(profile, width, IN_PAGE)),

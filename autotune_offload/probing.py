@@ -167,6 +167,7 @@ def probe(
         warnings=decision.warnings,
         rechecked_seconds=missed.rechecked_seconds if missed is not None else None,
         ranks_copying=ranks_per_host,
+        accumulations=decision.accumulations,
     )
 
 

@@ -297,6 +297,26 @@ class Baseline(Record, frozen=True, kw_only=True):
     raw_seconds: tuple[float, ...] = ()
 
 
+class Accumulated(Record, frozen=True, kw_only=True):
+    """What took the gradients of a whole accumulation, and what that cost; faster is better.
+
+    `way` is in words; `place` is where micro-steps were added up. `micro_steps` says of how many backward passes
+    the seconds are, for the whole workload.
+    """
+
+    way: str
+    place: Accumulate
+    stock: bool
+    """Whether it is DeepSpeed's own sequence, `installed` by default into that memory."""
+    installed: bool
+    chosen: bool
+    micro_steps: int
+    measured_seconds: float
+    spread: float
+    samples: int
+    raw_seconds: tuple[float, ...] = ()
+
+
 class ZeroSizes(Record, frozen=True, kw_only=True):
     """ZeRO-3 sizes that follow from the curves, in elements. None leaves DeepSpeed's own value."""
 
@@ -381,6 +401,8 @@ class Profile(Record, frozen=True, kw_only=True):
     """What a copy took at a start that led to this measurement (see `recheck`); later starts allow for it."""
     ranks_copying: int = 1
     """How many ranks of this host measured at the same time, each with its own device."""
+    accumulations: tuple[Accumulated, ...] = ()
+    """What was decided by where micro-steps are added up, the fastest first; else `candidates` and `baselines`."""
 
     @property
     def measurements(self) -> Measurements:

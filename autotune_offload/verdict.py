@@ -14,7 +14,7 @@ from autotune_offload.contest import Entrant
 from autotune_offload.cost_model import CostModel
 from autotune_offload.ds_config import Settings
 from autotune_offload.measure import interquartile_range
-from autotune_offload.records import Baseline, Candidate, Choice, Path, ZeroSizes
+from autotune_offload.records import Accumulated, Baseline, Candidate, Choice, Path, ZeroSizes
 from autotune_offload.workload import DTYPE_BYTES, middle_elements
 
 _TIE = 0.02
@@ -68,6 +68,7 @@ class Decision:
     candidates: tuple[Candidate, ...]
     choice: Choice
     warnings: tuple[str, ...]
+    accumulations: tuple[Accumulated, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,30 @@ class Verdict:
             candidates=tuple(sorted(map(_reported, self.outcome.candidates), key=_by_time)),
             choice=choice,
             warnings=tuple(self._warnings(choice)),
+            accumulations=tuple(self._accumulated()),
         )
+
+    def _accumulated(self) -> list[Accumulated]:
+        """What whole accumulations took, the fastest first."""
+        if self.outcome.micro_steps == 1:
+            return []
+        entrants: list[Entrant[Any]] = [*self.outcome.finalists, *self.outcome.own]
+        return [
+            Accumulated(
+                way=words(e.record),
+                place=e.place,
+                stock=isinstance(e.record, Baseline),
+                installed=isinstance(e.record, Baseline) and e.record.installed,
+                chosen=e is self.chosen,
+                micro_steps=self.outcome.micro_steps,
+                measured_seconds=e.median,
+                spread=interquartile_range(e.seconds) / max(e.median, 1e-12),
+                samples=len(e.seconds),
+                raw_seconds=tuple(e.seconds),
+            )
+            for e in sorted(entrants, key=lambda e: e.median)
+            if e.timed
+        ]
 
     def _by_tie_rule(self) -> Entrant[Candidate]:
         """Within the noise, the path that pins less, with its micro-steps added up where DeepSpeed does."""

@@ -537,7 +537,7 @@ def test_a_verdict_follows_from_cost_and_noise(times_chosen: float | None, expec
     """Slower beyond the noise, a tie, or never tried."""
     row = next(row for row in alternatives(make_profile()) if row.name == "direct, cast host")
     changed = replace(row, times_chosen=times_chosen)
-    assert verdict(changed, make_choice()).startswith(expected)
+    assert verdict(changed, make_profile()).startswith(expected)
 
 
 def test_reasons_that_differ_in_numbers_only_are_told_once() -> None:

@@ -51,10 +51,11 @@ def _document(profile: Profile, path: Path) -> dict[str, Any]:
     return {
         "profile": str(path),
         "choice": to_plain(profile.choice),
+        "accumulations": to_plain(profile.accumulations),
         "alternatives": [
             {
                 **{each.name: getattr(row, each.name) for each in fields(row) if each.name != "way"},
-                "verdict": verdict(row, profile.choice),
+                "verdict": verdict(row, profile),
                 "to_win": explanation.to_win(row, profile),
                 "check": explanation.check(row, profile),
             }
@@ -68,7 +69,7 @@ def _document(profile: Profile, path: Path) -> dict[str, Any]:
 
 
 def _print(out: Console, profile: Profile) -> None:
-    from autotune_offload.cli.readable import bullets, describe_choice, heading
+    from autotune_offload.cli.readable import bullets, describe_choice, heading, print_accumulations
 
     choice = profile.choice
     out.print(f"Choice: {describe_choice(choice)}", style="bold")
@@ -77,6 +78,7 @@ def _print(out: Console, profile: Profile) -> None:
     heading(out, "The best of each kind (time added to a backward pass, ratio to the chosen)")
     rows = best_of_each(alternatives(profile))
     _print_alternatives(out, rows)
+    print_accumulations(out, profile)
     _print_doubts(out, rows, profile)
     _print_rejections(out, rejections(profile))
     _print_sizes(out, choice)
@@ -117,7 +119,7 @@ def _print_doubts(out: Console, rows: list[Alternative], profile: Profile) -> No
         if not row.chosen:
             out.print(f"\n{row.name}{f' ({row.detail})' if row.detail else ''}")
             grid = pairs()
-            grid.add_row("  put aside:", verdict(row, profile.choice))
+            grid.add_row("  put aside:", verdict(row, profile))
             grid.add_row("  to win:", explanation.to_win(row, profile))
             grid.add_row("  check:", explanation.check(row, profile))
             out.print(grid)

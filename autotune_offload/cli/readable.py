@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune_offload import units
-from autotune_offload.alternatives import Alternative, alternatives, best_of_each, detail_of, name_of
+from autotune_offload.alternatives import (
+    Alternative,
+    alternatives,
+    best_of_each,
+    deciding,
+    detail_of,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +38,7 @@ def print_profile(out: Console, profile: Profile, path: Path | None, *, plots: b
     print_transfers(out, profile.transfers, plots=plots)
     print_costs(out, profile)
     print_alternatives(out, profile)
+    print_accumulations(out, profile)
     print_choice(out, profile)
 
 
@@ -119,6 +127,26 @@ def print_alternatives(out: Console, profile: Profile) -> None:
     out.print(f"{MARKS}{hidden}")
 
 
+def print_accumulations(out: Console, profile: Profile) -> None:
+    """What was decided by where several micro-steps are added up; else nothing."""
+    if not profile.accumulations:
+        return
+    heading(out, f"Over {deciding(profile).over}, which decides (time added)")
+    grid = table("", folds="way", right=("added up on", "measured", "spread", "rounds"))
+    for row in profile.accumulations:
+        sign = ">" if row.chosen else "=" if row.installed else "*" if row.stock else ""
+        grid.add_row(
+            sign,
+            row.way,
+            row.place,
+            units.duration(row.measured_seconds),
+            units.percent(row.spread),
+            str(row.samples),
+        )
+    out.print(grid)
+    out.print(f"{MARKS}; few rounds: clearly behind")
+
+
 def print_choice(out: Console, profile: Profile) -> None:
     """The decision, the reasons, the keys it writes, the warnings."""
     choice = profile.choice
@@ -135,8 +163,11 @@ def print_choice(out: Console, profile: Profile) -> None:
 def describe_choice(choice: Choice) -> str:
     """The choice in one line: ``direct, cast host; optimizer state pageable, parameters pageable``."""
     memory = {True: "pinned", False: "pageable"}
+    place = "micro-steps added up on the host" if choice.accumulate == "host" else ""
     kept = f"optimizer state {memory[choice.pin_optimizer]}, parameters {memory[choice.pin_parameters]}"
-    return "; ".join(part for part in (name_of(choice.path, choice.cast), detail_of(choice), kept) if part)
+    return "; ".join(
+        part for part in (name_of(choice.path, choice.cast), detail_of(choice), place, kept) if part
+    )
 
 
 def mark(row: Alternative) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autotune_offload.machines import Machine
-    from autotune_offload.records import Baseline, Profile, Workload
+    from autotune_offload.records import Accumulated, Baseline, Profile, Workload
 
 
 _PINS = {(True, True): "both", (True, False): "state", (False, True): "params", (False, False): "none"}
@@ -217,26 +218,27 @@ def _print_table(out: Console, pairs: list[tuple[Machine, Profile]]) -> None:
     for machine, profile in pairs:
         grid.add_row(machine.name, *_row(profile))
     out.print(grid)
-    legend = "Time added to a backward pass by the choice, by the installed DeepSpeed's own code, and by the best of "
-    out.print(legend + "any version's. =: DeepSpeed's own code is kept. All times are virtual.")
+    several = any(profile.accumulations for _, profile in pairs)
+    over = "an accumulation (of four micro-steps where there are more)" if several else "a backward pass"
+    legend = f"Time added to {over} by the choice, by the installed DeepSpeed's own code, and by the best of "
+    versions = "its two memories" if several else "any version's"
+    adds = " ^: micro-steps are added up on the host." if several else ""
+    out.print(f"{legend}{versions}. =: DeepSpeed's own code is kept.{adds} All times are virtual.")
 
 
 def _row(profile: Profile) -> list[str]:
-    from autotune_offload.alternatives import chosen_candidate
+    from autotune_offload.alternatives import deciding
 
-    choice, chosen = profile.choice, chosen_candidate(profile)
-    own = next((each for each in profile.baselines if each.installed), None)
-    stock = [each.measured_seconds for each in profile.baselines if each.measured_seconds is not None]
+    choice, found = profile.choice, deciding(profile)
+    rows: Sequence[Baseline | Accumulated] = [row for row in profile.accumulations if row.stock]
+    stock = [each.measured_seconds for each in rows or profile.baselines if each.measured_seconds is not None]
+    on_host = " ^" if choice.accumulate == "host" else ""
     return [
-        f"{choice.path} {choice.cast}{'' if choice.beats_deepspeed else ' ='}",
+        f"{choice.path} {choice.cast}{on_host}{'' if choice.beats_deepspeed else ' ='}",
         _PINS[choice.pin_optimizer, choice.pin_parameters],
-        units.duration(chosen.measured_seconds if chosen else None),
-        units.duration(_measured(own)),
+        units.duration(found.chosen_seconds),
+        units.duration(found.own_seconds),
         units.times(choice.gain),
         units.duration(min(stock, default=None)),
         units.duration(profile.elapsed_seconds),
     ]
-
-
-def _measured(baseline: Baseline | None) -> float | None:
-    return baseline.measured_seconds if baseline else None
