@@ -151,6 +151,7 @@ class Stage:
 
 class _Bench:
     dtype = largest_elements = None
+    cuts = False
     compute_seconds = 0.05
 
     def __init__(self, stage: Stage, elements: int) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autotune_offload import charts, page, shipped, units
+from autotune_offload import charts, machines, page, shipped, units, workload
 from autotune_offload.cli import cli
+from autotune_offload.probing import probe
 from autotune_offload.records import Profile, to_plain
+from autotune_offload.simulated import SimulatedDevice
 from autotune_offload.store import Store
 from tests.factories import make_choice, make_profile
 
@@ -110,6 +112,25 @@ def test_every_reason_warning_and_change_is_on_the_page(profile: Profile, parsed
     said = [*profile.choice.reasons, *profile.warnings, *profile.stability]
     said += [change.key for change in page.diff(profile, None).changes]
     assert said and [each for each in said if " ".join(each.split()) not in words] == []
+
+
+def test_accumulations_decide_where_they_were_timed() -> None:
+    """Both times in the sentence are theirs, each way has its row, and no backward pass is said to decide."""
+    found = probe(
+        workload=workload.from_parameter_count(50_000_000, accumulation_steps=4),
+        plan="quick",
+        device=SimulatedDevice(machines.load("t4_pcie3")),
+    )
+    words = _words(Page(page.html([("accumulating", found)])))
+    own, chosen = (next(r for r in found.accumulations if getattr(r, w)) for w in ("installed", "chosen"))
+    sentence = page.decision(found)
+    assert (
+        units.duration(own.measured_seconds) in sentence
+        and units.duration(chosen.measured_seconds) in sentence
+    )
+    assert "to an accumulation of 4 micro-steps" in sentence
+    assert all(row.way in words for row in found.accumulations)
+    assert "only what lies left of the band is a gain" not in words
 
 
 def test_every_alternative_has_its_verdict(profile: Profile, parsed: Page) -> None:

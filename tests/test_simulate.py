@@ -62,6 +62,28 @@ def test_all_machines_are_one_table_and_one_document() -> None:
     assert [each["machine"]["name"] for each in document("--all", *small)["machines"]] == SHIPPED
 
 
+def test_whole_accumulations_are_shown_where_they_decide() -> None:
+    """In the document and the text: one chosen, DeepSpeed's own in its default memory, the fastest first."""
+    found = document("t4_pcie3", *QUICK, "--accumulation-steps", "8")
+    rows = found["accumulations"]
+    assert [row["measured_seconds"] for row in rows] == sorted(row["measured_seconds"] for row in rows)
+    assert sum(row["chosen"] for row in rows) == sum(row["installed"] for row in rows) == 1
+    assert {row["place"] for row in rows} == {"device", "host"} and {row["micro_steps"] for row in rows} == {
+        4
+    }
+    chosen, own = (next(row for row in rows if row[which]) for which in ("chosen", "installed"))
+    assert chosen["place"] == found["choice"]["accumulate"]
+    assert found["choice"]["gain"] == pytest.approx(own["measured_seconds"] / chosen["measured_seconds"])
+    assert document("t4_pcie3", *QUICK)["accumulations"] == []
+    text = run("t4_pcie3", *QUICK, "--accumulation-steps", "8").stdout
+    assert "Over an accumulation of 4 micro-steps, which decides" in text
+    table = run(
+        "--all", "--plan", "quick", "--budget", "0.2", "--params", "1m", "--accumulation-steps", "2"
+    ).stdout
+    assert max(map(len, table.splitlines())) <= 100
+    assert "Time added to an accumulation" in table and "best of its two memories" in " ".join(table.split())
+
+
 def test_a_file_that_is_not_shipped_works_as_well(tmp_path: Path) -> None:
     """A machine that nobody knows, in a file: the choice follows its numbers."""
     described = plain() | {"name": "mine", "kind": "newkind"}

@@ -739,8 +739,15 @@ def test_the_place_of_accumulation_counts_as_regret(monkeypatch: pytest.MonkeyPa
         machine="gh200", model="gpt2", ranks=1, accumulation_steps=4, pinning="free"
     )  # fmt: skip
     assert regret.evaluate(case, plan="quick").regret < regret.WORST_LIMIT
-    fixed = Settings(accumulate="host")
-    monkeypatch.setattr(regret, "probe", functools.partial(probe, settings=fixed))
+
+    def contrary(*args: Any, **kwargs: Any) -> Profile:
+        """Carried out, and added up on the host."""
+        found = probe(*args, **kwargs)
+        return dataclasses.replace(
+            found, choice=dataclasses.replace(found.choice, accumulate="host", gain=9.0)
+        )
+
+    monkeypatch.setattr(regret, "probe", contrary)
     wrong = regret.evaluate(case, plan="quick")
     assert wrong.regret > 0.5 and "added up on the host" in wrong.chosen
 
