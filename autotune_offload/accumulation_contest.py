@@ -48,7 +48,7 @@ def over_accumulations(passes: Verdict, trial: AccumulationTrial, deadline: floa
     """
     outcome, now = passes.outcome, trial.device.now()
     most_bytes = 4 * trial.bench.largest_elements // _RING_SHARE if trial.bench.cuts else sys.maxsize
-    ours = list(_entrants(passes, most_bytes))
+    ours = _entrants(passes, most_bytes) or _entrants(passes, sys.maxsize)
     own = [replace(e.anew(), checked=False) for e in outcome.own if e.failed is None]
     until = now + (deadline - now) * _FIRST_SHARE
     _race(trial, ours, own, deadline, until=until, dropped=_DROPPED, rounds=len(_DROPPED), sure=2)
@@ -76,15 +76,16 @@ def over_accumulations(passes: Verdict, trial: AccumulationTrial, deadline: floa
     )
 
 
-def _entrants(passes: Verdict, most_bytes: int) -> Iterator[Entrant[Candidate]]:
+def _entrants(passes: Verdict, most_bytes: int) -> list[Entrant[Candidate]]:
     """Every kind that adds up on the device, and every path that adds up on the host: it casts nothing there."""
-    wanted = passes.steer.accumulate
+    wanted, entrants = passes.steer.accumulate, []
     for best, *other_kinds in passes.best_of_each_path(_WITHIN, lambda c: _ring_bytes(c) <= most_bytes):
         if wanted != "host":
-            yield from (Entrant(record=e.record) for e in (best, *other_kinds))
+            entrants += [Entrant(record=e.record) for e in (best, *other_kinds)]
         if wanted != "device":
             why = passes.rules.against_host_sums(best.record)
-            yield Entrant(record=best.record, place="host", failed=why)
+            entrants.append(Entrant(record=best.record, place="host", failed=why))
+    return entrants
 
 
 def _race(

@@ -116,6 +116,8 @@ class Stage:
     micro_steps: list[tuple[Record, str, Moment]] = field(default_factory=list)
     """Every micro-step that was timed."""
     check_accumulation: Callable[[Record, str], None] = lambda record, place: None
+    cuts: bool = False
+    """Whether partitions of a million elements are cut ones."""
     closed: int = 0
     sampled: int = 0
 
@@ -150,13 +152,14 @@ class Stage:
 
 
 class _Bench:
-    dtype = largest_elements = None
-    cuts = False
+    dtype = None
+    largest_elements = 1 << 20
     compute_seconds = 0.05
 
     def __init__(self, stage: Stage, elements: int) -> None:
         self.stage = stage
         self.jitter = itertools.cycle(stage.jitter)
+        self.cuts = stage.cuts
         stage.sampled = elements
 
     def check(self, path: ScriptedPath, memory: str) -> None:
@@ -834,6 +837,20 @@ def test_neighbours_of_the_leader_run_over_accumulations_too(stage: Stage) -> No
     decision = stage.run(workload=FOUR, steer=Settings(path="staged", cast="host"), seconds=50.0)
     assert decision.choice.buffer_count == 4
     assert all(c.measured_seconds is not None for c in decision.candidates if key(c) == key(decision.choice))
+
+
+def test_rings_that_a_cut_partition_cannot_show_stay_out(stage: Stage) -> None:
+    """Half a mebibyte is an eighth of the pieces here; where the user fixed a larger one, it runs all the same."""
+    stage.cuts = True
+    stage.script = by_path(staged=0.5)
+    stage.run(workload=FOUR, seconds=50.0)
+    ran = [record for record, *_ in stage.micro_steps if isinstance(record, Candidate)]
+    rings = {record.buffer_bytes * record.buffer_count for record in ran if record.path == "staged"}
+    assert rings == {1 << 19}
+    stage.micro_steps.clear()
+    stage.accumulated = by_place(host=0.1)
+    fixed = stage.run(workload=FOUR, steer=Settings(path="staged", buffer_bytes=1 << 22)).choice
+    assert fixed.accumulate == "host"
 
 
 def test_what_entrants_share_is_timed_once_a_round(stage: Stage) -> None:
