@@ -33,6 +33,7 @@ class Verbs(click.Group):
         except OSError as error:
             if error.errno not in _FULL:
                 raise
+            drop_results()  # what is still buffered would follow the message to stderr at exit
             raise click.ClickException(
                 f"cannot write: {error.strerror}; make room and run it again"
             ) from error
