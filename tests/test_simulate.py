@@ -52,14 +52,21 @@ def test_the_text_says_that_it_is_simulated_and_from_what() -> None:
     assert "Candidates against DeepSpeed's own" in result.stdout and "Choice:" in result.stdout
 
 
-def test_all_machines_are_one_table_and_one_document() -> None:
-    """Every known machine has its row, and --json one document for all."""
-    small = ("--plan", "quick", "--budget", "0.2", "--params", "1m")
-    result = run("--all", *small)
+SMALL = ("--plan", "quick", "--budget", "0.2", "--params", "50m")
+
+
+def test_all_machines_are_one_table() -> None:
+    """Every known machine has its row."""
+    result = run("--all", *SMALL)
     assert result.exit_code == 0
     assert all(any(line.startswith(name) for line in result.stdout.splitlines()) for name in SHIPPED)
     assert max(map(len, result.stdout.splitlines())) <= 100
-    assert [each["machine"]["name"] for each in document("--all", *small)["machines"]] == SHIPPED
+
+
+@pytest.mark.long
+def test_all_machines_are_one_document() -> None:
+    """One for all of them."""
+    assert [each["machine"]["name"] for each in document("--all", *SMALL)["machines"]] == SHIPPED
 
 
 def test_whole_accumulations_are_shown_where_they_decide() -> None:
@@ -77,9 +84,12 @@ def test_whole_accumulations_are_shown_where_they_decide() -> None:
     assert document("t4_pcie3", *QUICK)["accumulations"] == []
     text = run("t4_pcie3", *QUICK, "--accumulation-steps", "8").stdout
     assert "Over an accumulation of 4 micro-steps, which decides" in text
-    table = run(
-        "--all", "--plan", "quick", "--budget", "0.2", "--params", "1m", "--accumulation-steps", "2"
-    ).stdout
+
+
+@pytest.mark.long
+def test_the_table_of_all_machines_says_what_it_is_of() -> None:
+    """Accumulations, and the better of DeepSpeed's two memories."""
+    table = run("--all", *SMALL, "--accumulation-steps", "2").stdout
     assert max(map(len, table.splitlines())) <= 100
     assert "Time added to an accumulation" in table and "best of its two memories" in " ".join(table.split())
 

@@ -736,7 +736,7 @@ def test_the_regret_of_a_few_cases_is_within_its_limits() -> None:
 def test_the_place_of_accumulation_counts_as_regret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adding where it takes longer is a wrong choice, too; behind a fast link it is the host."""
     case = regret.Case(
-        machine="gh200", model="gpt2", ranks=1, accumulation_steps=4, pinning="free"
+        machine="gh200", model="gpt2", ranks=1, accumulation_steps=4, pinning="forbidden"
     )  # fmt: skip
     assert regret.evaluate(case, plan="quick").regret < regret.WORST_LIMIT
 
