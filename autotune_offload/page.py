@@ -168,7 +168,7 @@ def _title(profiles: Sequence[tuple[str, Profile]]) -> str:
 
 def _section(name: str, profile: Profile, config: Mapping[str, Any] | None, number: int) -> dict[str, Any]:
     rows = _shown(profile)
-    own = installed(profile)
+    own, found = installed(profile), deciding(profile)
     return {
         "id": f"profile-{number + 1}",
         "name": name,
@@ -178,10 +178,10 @@ def _section(name: str, profile: Profile, config: Mapping[str, Any] | None, numb
         "headline": headline(profile),
         "decision": decision(profile),
         "chosen_name": name_of(profile.choice.path, profile.choice.cast),
-        "chosen_seconds": deciding(profile).chosen_seconds,
+        "chosen_seconds": found.chosen_seconds,
         "own_name": own.name if own else "",
-        "own_seconds": deciding(profile).own_seconds,
-        "over": deciding(profile).over,
+        "own_seconds": found.own_seconds,
+        "over": found.over,
         "rows": [(row, verdict(row, profile)) for row in alternatives(profile)],
         "costs": _both_widths(lambda width: _costs(profile, rows, width, IN_PAGE)),
         "timelines": _timelines(profile),

@@ -73,10 +73,10 @@ def sample(workload: Workload, most_elements: int, parts: int = 2) -> Sample:
     cut = [(-(-size // piece), size, count) for size, count in workload.partitions]
     share = min(most_elements / workload.elements, 1.0)
     # largest first, so that rounding is off by half of the largest piece at most, whatever the mix
-    counts = _whole([share * parts * count for parts, _, count in cut])
-    sizes = {size // parts: 0 for parts, size, _ in cut}
-    for (parts, size, _), wanted in zip(cut, counts, strict=True):
-        sizes[size // parts] += wanted
+    counts = _whole([share * pieces * count for pieces, _, count in cut])
+    sizes = {size // pieces: 0 for pieces, size, _ in cut}
+    for (pieces, size, _), wanted in zip(cut, counts, strict=True):
+        sizes[size // pieces] += wanted
     order = interleaved(sizes)
     return Sample(sizes=order, scale=workload.elements / sum(order))
 

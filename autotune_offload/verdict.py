@@ -340,7 +340,7 @@ class Verdict:
         yield from self._not_tried()
 
     def _named(self, entrant: Entrant[Candidate]) -> str:
-        on_host = ", micro-steps added up on the host," if entrant.place == "host" else ""
+        on_host = " and micro-steps added up on the host" if entrant.place == "host" else ""
         return words(entrant.record) + on_host
 
     def _against_own(self) -> Iterator[str]:
