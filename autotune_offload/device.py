@@ -66,7 +66,7 @@ class _Completed:
 
 
 class _KeptBlocks:
-    """Page-locked blocks that were given back and are handed out again: locking costs 0.1 to 0.5 s a GiB.
+    """Page-locked blocks that were given back and are handed out again: locking is slow (`pin_cost`).
 
     What is free is unlocked before a larger block is locked, so that no more is held than was in use at once.
     """
