@@ -7,7 +7,10 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # type checkers read it as true; the typing module is half of the cost of this import
 if TYPE_CHECKING:
-    from autotune_offload.api import initialize, load_profile, report, tune_config, zero_init
+    from autotune_offload.api.initialize import initialize, load_profile, tune_config, zero_init
+    from autotune_offload.api.install import install, uninstall
+    from autotune_offload.api.probe import probe
+    from autotune_offload.api.report import report
     from autotune_offload.errors import (
         AgreementError,
         AutotuneError,
@@ -19,9 +22,7 @@ if TYPE_CHECKING:
         ProfileError,
         UndecidedError,
     )
-    from autotune_offload.probing import probe
     from autotune_offload.records import Choice, Profile, Workload
-    from autotune_offload.wrapping import install, uninstall
 
     __version__: str
 
@@ -50,15 +51,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "initialize": "api",
-    "install": "wrapping",
-    "load_profile": "api",
-    "probe": "probing",
-    "report": "api",
-    "tune_config": "api",
+    "initialize": "api.initialize",
+    "install": "api.install",
+    "load_profile": "api.initialize",
+    "probe": "api.probe",
+    "report": "api.report",
+    "tune_config": "api.initialize",
     "AgreementError": "errors",
-    "uninstall": "wrapping",
-    "zero_init": "api",
+    "uninstall": "api.install",
+    "zero_init": "api.initialize",
     "AutotuneError": "errors",
     "BudgetError": "errors",
     "ConfigError": "errors",

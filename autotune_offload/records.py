@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ from autotune_offload.errors import ProfileError
 
 if TYPE_CHECKING:
     from dataclasses import Field
+
 
 SCHEMA = 1
 """Version of the stored form. A profile with another number is a miss (see `store`)."""
@@ -465,3 +466,76 @@ def histogram(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
         if size > 0:
             counts[size] = counts.get(size, 0) + 1
     return tuple(sorted(counts.items(), reverse=True))
+
+
+Auto = Literal["auto"]
+
+
+# -- our block ------------------------------------------------------------------------------------
+
+
+class Settings(Record, frozen=True, kw_only=True):
+    """The ``autotune_offload`` block of a ds_config. "auto" leaves the value to the measurement."""
+
+    enabled: bool = True
+    """False returns the configuration untouched and measures nothing."""
+    path: Literal["auto", "direct", "pinned", "staged", "deepspeed"] = "auto"
+    """The gradient path; "deepspeed" keeps DeepSpeed's own code."""
+    cast: Literal["auto", "device", "host"] = "auto"
+    """Where 16-bit gradients become fp32."""
+    buffer_bytes: int | Auto = "auto"
+    """Bytes of one page-locked buffer of the staged ring."""
+    buffer_count: int | Auto = "auto"
+    """How many buffers that ring has."""
+    host_threads: int | Auto = "auto"
+    """Threads that share a host copy; 0 is torch's own pool."""
+    accumulate: Literal["auto", "device", "host"] = "auto"
+    """Where the gradients of an accumulation's micro-steps are added up."""
+    keep: tuple[str, ...] = ()
+    """Dotted keys that are never written, whole or relative to ``zero_optimization``."""
+    budget_seconds: float | Auto = "auto"
+    """How long measuring may take; "auto" is the probe plan's own budget."""
+    max_pinned_bytes: int | Auto = "auto"
+    """Bytes that this process may page-lock at most; 0 page-locks nothing."""
+    wait_seconds: float | Auto = "auto"
+    """How long a rank waits for the others before it decides; "auto" is 300."""
+    strict: bool = False
+    """True raises where a failure of ours would otherwise cost one warning."""
+
+    @property
+    def fixed(self) -> str | None:
+        """What is fixed here that a choice depends on, as one string; None where nothing is.
+
+        The path "deepspeed" is not: the choice is made as always, and only not carried out.
+        """
+        names = (
+            "path",
+            "cast",
+            "buffer_bytes",
+            "buffer_count",
+            "host_threads",
+            "accumulate",
+            "max_pinned_bytes",
+        )
+        values = {name: getattr(self, name) for name in names}
+        if values["path"] == "deepspeed":
+            values["path"] = "auto"
+        return ", ".join(f"{name}={value}" for name, value in values.items() if value != "auto") or None
+
+
+Progress = Callable[[str, float], None]
+"""Called with what is being measured and how much of the whole is done, 0 to 1."""
+
+
+def backward_seconds(profile: Profile) -> float | None:
+    """What the choice was measured to add to a backward pass: the path, or DeepSpeed's own code if that stays."""
+    choice = profile.choice
+    if not choice.beats_deepspeed:
+        own = [b.measured_seconds for b in profile.baselines if b.installed]
+        if own and own[0] is not None:
+            return own[0]
+    names = ("path", "cast", "buffer_bytes", "buffer_count", "host_threads")
+    for candidate in profile.candidates:
+        if all(getattr(candidate, name) == getattr(choice, name) for name in names):
+            return candidate.measured_seconds
+    return None

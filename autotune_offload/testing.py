@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotune_offload.device import AcceleratorDevice
+from autotune_offload.machine.accelerator import AcceleratorDevice
 
 JUNK = 0x5A
 """Every byte of memory that was just allocated."""

@@ -32,9 +32,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autotune_offload import agree, equal_keys
-from autotune_offload.agree import Agreement, Group
-from autotune_offload.probing import probe
+from autotune_offload.api.probe import probe
+from autotune_offload.config import equal_keys
+from autotune_offload.ranks import agree
+from autotune_offload.ranks import group as ranks_group
+from autotune_offload.ranks.agreement import Agreement
+from autotune_offload.ranks.group import Group
 from autotune_offload.records import Profile, from_plain, to_plain
 from autotune_offload.workload import from_parameter_count
 from benchmarks.output import reporting
@@ -203,7 +206,7 @@ def _rank(rank: int, ranks: int, port: int, plain: Any, repeat: int, results: An
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    group = agree.present_group()
+    group = ranks_group.present_group()
     assert group is not None
     store = CountingStore(group.store)
     group = Group(store=store, rank=rank, world_size=ranks, host=group.host)

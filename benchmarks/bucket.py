@@ -4,7 +4,7 @@
 
 ZeRO-3 collects gradients until a bucket is full, and offloads what is in it while the device computes on. A
 backward pass of the model is played on the virtual clock of each machine: matrix products as its
-floating-point operations need at T (4 a parameter and token, as in `autotune_offload.trials`), and after
+floating-point operations need at T (4 a parameter and token, as in `autotune_offload.measure.compute`), and after
 each full bucket its partitions, on a stream beside them. Compared are DeepSpeed's default bucket
 (5e8 elements) and the one that a probe there chooses, both with DeepSpeed's own code and with what is
 chosen. The reduction itself costs nothing here, so that small buckets look a little better than they are.
@@ -23,12 +23,16 @@ from dataclasses import asdict, dataclass
 import msgspec
 import torch
 
-from autotune_offload import machines
-from autotune_offload.paths import build, destination_memory, named_sequence
-from autotune_offload.probing import probe
+from autotune_offload.api.probe import probe
+from autotune_offload.described import machine as described_machine
+from autotune_offload.described.simulated import SimulatedDevice
+from autotune_offload.measure.bench import Offload, interleaved
+from autotune_offload.measure.compute import SQUARE, products
+from autotune_offload.paths.build import build
+from autotune_offload.paths.path import destination_memory
+from autotune_offload.paths.stock import stock_path
 from autotune_offload.records import Choice, Memory, Profile, Workload
-from autotune_offload.simulated import SimulatedDevice
-from autotune_offload.trials import SQUARE, Offload, interleaved, products
+from autotune_offload.upstream import named_sequence
 from benchmarks.output import reporting
 from benchmarks.regret import MODELS, described_workload
 
@@ -74,7 +78,9 @@ def _shown(default: float, chosen: float) -> str:
 
 def measure(name: str, workload: Workload, tflops: float) -> Row | None:
     """One machine at one rate; None where no bucket is chosen."""
-    machine = msgspec.structs.replace(machines.load(name), compute=machines.Compute(tflops=tflops))
+    machine = msgspec.structs.replace(
+        described_machine.load(name), compute=described_machine.Compute(tflops=tflops)
+    )
     profile = probe(workload=workload, device=_device(machine, workload))
     chosen = profile.choice.sizes.reduce_bucket_elements
     if chosen is None:
@@ -98,14 +104,14 @@ def measure(name: str, workload: Workload, tflops: float) -> Row | None:
     )
 
 
-def _device(machine: machines.Machine, workload: Workload) -> SimulatedDevice:
+def _device(machine: described_machine.Machine, workload: Workload) -> SimulatedDevice:
     device = SimulatedDevice(machine, ranks=workload.world_size)
     device.checked_elements = 0  # that bytes arrive is what the tests look at
     return device
 
 
 def _backward(
-    machine: machines.Machine, workload: Workload, profile: Profile, way: str, bucket_elements: int
+    machine: described_machine.Machine, workload: Workload, profile: Profile, way: str, bucket_elements: int
 ) -> float:
     device = _device(machine, workload)
     dtype: torch.dtype = getattr(torch, workload.dtype)
@@ -151,7 +157,7 @@ def _offload(
     memory: Memory = installed.memory
     if way == "ours":
         memory = "pinned" if choice.pin_optimizer else "pageable"
-    return named_sequence(installed.name).build(device, dtype, workload.largest_elements), memory
+    return stock_path(named_sequence(installed.name), device, dtype, workload.largest_elements), memory
 
 
 def main() -> int:
@@ -168,7 +174,7 @@ def main() -> int:
     workload = described_workload(options.model, options.ranks, 1)
     rows = []
     with reporting(options.json) as emit:
-        for name in machines.names():
+        for name in described_machine.names():
             for tflops in options.tflops:
                 row = measure(name, workload, tflops)
                 if row is None:

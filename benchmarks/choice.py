@@ -22,15 +22,16 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass
 
-from autotune_offload.candidates import PinRules, grid, key
-from autotune_offload.contest import Entrant, Race
-from autotune_offload.decide import sample_elements
-from autotune_offload.device import AcceleratorDevice
-from autotune_offload.ds_config import Settings
-from autotune_offload.probing import load_plan, measuring, probe
-from autotune_offload.records import Candidate, Profile
-from autotune_offload.trials import Bench
-from autotune_offload.verdict import words
+from autotune_offload.api.probe import load_plan, measuring, probe
+from autotune_offload.decide.candidates import grid, key
+from autotune_offload.decide.decide import sample_elements
+from autotune_offload.decide.entrant import Entrant
+from autotune_offload.decide.race import Race
+from autotune_offload.decide.reasons import words
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.measure.bench import Bench
+from autotune_offload.paths.page_locking import PinRules
+from autotune_offload.records import Candidate, Profile, Settings
 from benchmarks.output import reporting
 
 LIMIT = 1.05

@@ -36,10 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autotune_offload.attach import attach, detach
-from autotune_offload.host import software
+from autotune_offload.engine.attach import attach, detach
+from autotune_offload.engine.trainee import single_process_environment
+from autotune_offload.machine.host import software
 from autotune_offload.records import Accumulate, Candidate
-from autotune_offload.verify import single_process_environment
 from benchmarks.output import reporting
 
 LAYERS, WIDTH, ROWS = 16, 2048, 4

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from autotune_offload import kernel
+from autotune_offload.machine import host_pass
 from benchmarks.output import reporting
 
 ELEMENTS = 1 << 24
@@ -35,8 +35,8 @@ def ways(destination: Tensor, source: Tensor) -> dict[str, Callable[[], object]]
 
     return {
         "floor": lambda: destination.copy_(source),
-        "compiled": lambda: kernel.widen(destination, source),
-        "pieces": lambda: kernel.in_pieces(destination, source),
+        "compiled": lambda: host_pass.widen(destination, source),
+        "pieces": lambda: host_pass.in_pieces(destination, source),
         "deepspeed": deepspeed,
     }
 
@@ -70,7 +70,8 @@ def main() -> int:
             name = str(dtype).removeprefix("torch.")
             document[name] = measure(dtype, options.rounds)
             print(
-                f"{name}, {ELEMENTS:,} values" + f" ({kernel.why_not_fused(dtype) or 'compiled pass in use'})"
+                f"{name}, {ELEMENTS:,} values"
+                + f" ({host_pass.why_not_fused(dtype) or 'compiled pass in use'})"
             )
             for way, seconds in document[name].items():
                 low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")

@@ -40,16 +40,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from autotune_offload import machines, workload
-from autotune_offload.accumulation import Accumulation
-from autotune_offload.candidates import PinRules, grid, key
-from autotune_offload.ds_config import Settings
-from autotune_offload.paths import build, destination_memory, named_sequence, page_locks
-from autotune_offload.probing import probe
-from autotune_offload.records import Accumulate, Candidate, Memory, Profile, Workload
-from autotune_offload.simulated import Faults, SimulatedDevice
-from autotune_offload.trials import Bench, Window
-from autotune_offload.verdict import words
+from autotune_offload import workload
+from autotune_offload.api.probe import probe
+from autotune_offload.decide.candidates import grid, key
+from autotune_offload.decide.reasons import words
+from autotune_offload.described import machine as described_machine
+from autotune_offload.described.simulated import Faults, SimulatedDevice
+from autotune_offload.measure.bench import Bench, Window
+from autotune_offload.paths.accumulation import Accumulation
+from autotune_offload.paths.build import build
+from autotune_offload.paths.page_locking import PinRules
+from autotune_offload.paths.path import destination_memory, page_locks
+from autotune_offload.paths.stock import stock_path
+from autotune_offload.records import Accumulate, Candidate, Memory, Profile, Settings, Workload
+from autotune_offload.upstream import named_sequence
 from autotune_offload.workload import TIMED_MICRO_STEPS, middle_elements
 from benchmarks.output import reporting
 
@@ -218,7 +222,7 @@ def evaluate(case: Case, *, noise: float = NOISE, plan: str = "standard") -> Res
 
 def _device(case: Case, *, noise: float) -> SimulatedDevice:
     faults = Faults(pin_fails_above_bytes=0 if case.pinning == "forbidden" else None)
-    machine = machines.load(case.machine)
+    machine = described_machine.load(case.machine)
     device = SimulatedDevice(machine, ranks=case.ranks, noise=noise, seed=_seed(case), faults=faults)
     device.checked_elements = 64  # that bytes arrive is what the tests look at; a check still allocates
     return device
@@ -247,7 +251,7 @@ def truth(profile: Profile, device: SimulatedDevice) -> dict[str, float]:
                 bench, path, memory, Accumulation(device, place, page_lock=page_locks(candidate.path)), steps
             )
     for name, memory in _stock(profile, rules):
-        stock = named_sequence(name).build(device, bench.dtype, bench.largest_elements)
+        stock = stock_path(named_sequence(name), device, bench.dtype, bench.largest_elements)
         times[_own(memory)] = _noiseless(
             bench, stock, memory, Accumulation(device, "device", page_lock=False), steps
         )
@@ -352,7 +356,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.cases < 1 or options.jobs < 1 or options.noise < 0:
         parser.error("expected --cases and --jobs of at least 1, and --noise of at least 0")
-    started, names = time.monotonic(), machines.names()
+    started, names = time.monotonic(), described_machine.names()
     cases = every_case(names) if options.all else some_cases(names, options.cases)
     seconds = math.inf if options.all else options.seconds
     with reporting(options.json) as emit:

@@ -24,12 +24,14 @@ import argparse
 import sys
 from dataclasses import asdict, dataclass
 
-from autotune_offload import machines, workload
-from autotune_offload.paths import STOCK_SEQUENCES
-from autotune_offload.probing import probe
+from autotune_offload import workload
+from autotune_offload.api.probe import probe
+from autotune_offload.described import machine as described_machine
+from autotune_offload.described.simulated import SimulatedDevice
+from autotune_offload.measure.bench import Bench
+from autotune_offload.paths.stock import stock_path
 from autotune_offload.records import Profile, Workload, histogram
-from autotune_offload.simulated import SimulatedDevice
-from autotune_offload.trials import Bench
+from autotune_offload.upstream import STOCK_SEQUENCES
 from benchmarks.output import reporting
 
 REPORTED_SECONDS = {"implicit_upcast": 25.6033, "bounce_buffer": 1.17431, "explicit_upcast": 0.3092}
@@ -93,7 +95,7 @@ def bert(hidden: int, layers: int, *, ranks: int) -> Workload:
 
 
 def _replayed(name: str, model: str, load: Workload) -> Report:
-    machine = machines.load(name)
+    machine = described_machine.load(name)
     profile = probe(workload=load, device=SimulatedDevice(machine, ranks=load.world_size))
     path, seconds = chosen(profile)
     return Report(
@@ -112,7 +114,7 @@ def _stock(device: SimulatedDevice, load: Workload) -> dict[str, float]:
     bench = Bench(device, load, SAMPLE_ELEMENTS)
     times = {}
     for sequence in STOCK_SEQUENCES:
-        path = sequence.build(device, bench.dtype, bench.largest_elements)
+        path = stock_path(sequence, device, bench.dtype, bench.largest_elements)
         times[sequence.name] = bench.time(path, "pageable")
         path.close()
     bench.close()

@@ -28,7 +28,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autotune_offload.verify import single_process_environment, stock_config
+from autotune_offload.engine.trainee import single_process_environment, stock_config
 from benchmarks.output import reporting
 
 IMPORT = "import autotune_offload"

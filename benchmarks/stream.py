@@ -4,7 +4,7 @@
 
 The plain loop is `numpy.copyto` from one array to another, cut into one piece a thread. Its arrays lie in
 memory of torch's, as ours do: numpy's own allocator asks for huge pages, which is a question of its own. Ours
-is `autotune_offload.measure.curve`, the very code of a probe. Both move blocks of at least four times the
+is `autotune_offload.measure.measure.curve`, the very code of a probe. Both move blocks of at least four times the
 last-level cache between pages touched before, with as many threads as torch uses and again with one.
 
 They run in turn in one process, the order changing from round to round. As in STREAM
@@ -31,10 +31,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from autotune_offload import host
-from autotune_offload.device import AcceleratorDevice
-from autotune_offload.measure import curve, interquartile_range
+from autotune_offload.machine import host
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.measure.measure import curve
 from autotune_offload.records import Plan
+from autotune_offload.spread import interquartile_range
 from benchmarks.output import reporting
 
 LOWEST, HIGHEST = 0.9, 1.1

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune_offload.device import Device
 from autotune_offload.errors import PinError
+from autotune_offload.machine.device import Device
 from autotune_offload.records import DeviceIdentity
 from autotune_offload.testing import Calls, FakeAccelerator, FakeAcceleratorDevice, habana_modules, junk
 

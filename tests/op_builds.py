@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from autotune_offload import host
+from autotune_offload.machine import host
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DIRECTORY = ROOT / ".cache" / "torch_extensions"

@@ -80,7 +80,7 @@ def watch_engines(seen: list[dict[str, Any]]) -> None:
 
 def use_choice() -> None:
     """Every decision of this process is `CHOICE`."""
-    from autotune_offload import api
+    from autotune_offload.api import initialize as api
 
     vars(api)["lookup"] = lambda *args, **kwargs: make_profile(choice=CHOICE)
 

@@ -267,9 +267,10 @@ def _choose(*, reduce_bucket_elements: int, fresh: bool = True) -> None:
 
 def _instead_of_probe(stand_in: Callable[..., Any], fresh: bool = True) -> None:
     """With a fresh folder for this rank, there is no stored profile."""
-    from autotune_offload import api, probing
+    from autotune_offload.api import initialize as api
+    from autotune_offload.api import probe as api_probe
 
-    vars(api)["probe"] = lambda **how: stand_in(probing.probe, **how)
+    vars(api)["probe"] = lambda **how: stand_in(api_probe.probe, **how)
     if fresh:
         os.environ["AUTOTUNE_OFFLOAD_CACHE"] += f"/fresh-{time.monotonic_ns()}"
 
@@ -306,7 +307,8 @@ def run(name: str) -> dict[str, Any]:
     import deepspeed
 
     import autotune_offload
-    from autotune_offload import api, probing
+    from autotune_offload.api import initialize as api
+    from autotune_offload.api import probe as api_probe
 
     cache = os.environ["AUTOTUNE_OFFLOAD_CACHE"]
     seen.clear()
@@ -346,7 +348,7 @@ def run(name: str) -> dict[str, Any]:
         result = {"tuned": False}
     finally:
         deepspeed.initialize = own
-        vars(api)["probe"] = probing.probe
+        vars(api)["probe"] = api_probe.probe
         os.environ["AUTOTUNE_OFFLOAD_CACHE"] = cache
         logging.getLogger("autotune_offload").removeHandler(caught)
     gc.collect()
@@ -386,7 +388,7 @@ def main(folder: str, *names: str) -> None:
 
 def fork(count: int, folder: str, *names: str) -> int:
     """The exit status of that many ranks of one host."""
-    for name in ("autotune_offload.api", "deepspeed", *LOADED_LATER):
+    for name in ("autotune_offload.api.initialize", "deepspeed", *LOADED_LATER):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     first, children = rank(), []

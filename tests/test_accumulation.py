@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autotune_offload import accumulation as module
-from autotune_offload.accumulation import Accumulation, Moment
-from autotune_offload.device import AcceleratorDevice
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.paths import accumulation as module
+from autotune_offload.paths.accumulation import Accumulation, Moment
 from tests.fakes import DeferredDevice, FakeAccelerator
 
 FIRST, MIDDLE, LAST = Moment(True, False, True), Moment(False, False, True), Moment(False, True, True)

@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from autotune_offload import agree
-from autotune_offload.agree import Agreement, Group, turn_on_host
-from autotune_offload.ballots import ballot
-from autotune_offload.equal_keys import sizes_digest
+from autotune_offload.config.equal_keys import sizes_digest
 from autotune_offload.errors import AgreementError, UndecidedError
+from autotune_offload.ranks import agree, agreement
+from autotune_offload.ranks import group as ranks_group
+from autotune_offload.ranks.agreement import Agreement
+from autotune_offload.ranks.ballots import ballot
+from autotune_offload.ranks.group import Group
+from autotune_offload.ranks.turns import turn_on_host
 from autotune_offload.records import DeviceIdentity, Profile, ZeroSizes
 from benchmarks.agreement import CountingStore
 from tests.factories import make_choice, make_profile
@@ -313,7 +316,7 @@ def test_mixed_accelerators_are_loud() -> None:
 
 def test_a_store_that_answers_no_more_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen host holds every request; before this rank has confirmed it may go on by itself."""
-    monkeypatch.setattr(agree, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(agreement, "_GRACE_SECONDS", 0.2)
     frozen = threading.Event()
 
     class Frozen(CountingStore):
@@ -369,7 +372,7 @@ def test_no_rank_moves_more_than_four_kilobytes_with_a_stored_profile(hosts: int
 HOLDER = """
 import sys, time
 from pathlib import Path
-from autotune_offload.agree import turn_on_host
+from autotune_offload.ranks.turns import turn_on_host
 with turn_on_host(Path(sys.argv[1]), 5):
     print("held", flush=True)
     time.sleep(60)
@@ -410,13 +413,13 @@ def test_a_folder_that_cannot_be_made_takes_no_turns(tmp_path: Path) -> None:
 
 def test_what_launchers_announce(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torchrun and DeepSpeed, the MPIs and srun; a number that is none counts as one rank."""
-    for name in agree._ANNOUNCED:
+    for name in ranks_group.ANNOUNCED:
         monkeypatch.delenv(name, raising=False)
-    assert agree.announced_ranks() == 1
-    for name in agree._ANNOUNCED:
+    assert ranks_group.announced_ranks() == 1
+    for name in ranks_group.ANNOUNCED:
         monkeypatch.setenv(name, "4")
-        assert agree.announced_ranks() == 4
+        assert ranks_group.announced_ranks() == 4
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("RANK", "3")
-    assert agree.present_rank() == 3
-    assert agree.present_group() is None
+    assert ranks_group.present_rank() == 3
+    assert ranks_group.present_group() is None

@@ -18,13 +18,16 @@ import deepspeed
 import pytest
 import torch
 
-from autotune_offload import api, probing
-from autotune_offload.attach import Status
-from autotune_offload.device import AcceleratorDevice
-from autotune_offload.ds_config import Settings
+from autotune_offload.api import deciding
+from autotune_offload.api import initialize as api_initialize
+from autotune_offload.api import report as api_report
+from autotune_offload.engine.attachment import Status
 from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
-from autotune_offload.records import Profile, Workload
-from autotune_offload.store import Miss
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.profiles import lookup
+from autotune_offload.profiles.store import Miss
+from autotune_offload.records import Profile, Settings, Workload
+from autotune_offload.workload import default_workload
 from tests.factories import make_choice, make_profile
 
 MODEL = torch.nn.Linear(8, 8)
@@ -67,8 +70,8 @@ class Probes(list[dict[str, Any]]):
         self.append({"workload": workload, **kwargs})
         if self.error is not None:
             raise self.error
-        workload = workload or probing.default_workload()
-        present = probing.present_fingerprint(device, workload, kwargs["settings"])
+        workload = workload or default_workload()
+        present = lookup.present_fingerprint(device, workload, kwargs["settings"])
         # with no copy to be timed again: these are another machine's
         return make_profile(fingerprint=present, workload=workload, choice=self.choice, transfers=())
 
@@ -90,7 +93,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Probes:
     """A stubbed probe and an empty store; one rank."""
     probes = Probes()
-    monkeypatch.setattr(api, "probe", probes.stub)
+    monkeypatch.setattr(deciding, "probe", probes.stub)
     monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path / "profiles"))
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -146,11 +149,11 @@ def test_every_way_of_passing_a_configuration_is_tuned(
     if way == "positional":
         positional: list[Any] = [None] * list(SIGNATURE.parameters).index("config")
         positional[1], positional[6] = MODEL, 29500
-        api.initialize(*positional, given)
+        api_initialize.initialize(*positional, given)
     elif way == "args":
-        api.initialize(args, MODEL)
+        api_initialize.initialize(args, MODEL)
     else:
-        api.initialize(args=args, model=MODEL, **{way: given})
+        api_initialize.initialize(args=args, model=MODEL, **{way: given})
     (call,) = calls
     assert call["model"] is MODEL
     assert is_tuned(call["config"])
@@ -165,7 +168,7 @@ def test_every_way_of_passing_a_configuration_is_tuned(
 
 def test_the_models_own_partitions_are_measured(calls: Calls, probes: Probes) -> None:
     """With the dtype and accumulation steps of the configuration."""
-    api.initialize(model=MODEL, config={**CONFIG, "gradient_accumulation_steps": 4})
+    api_initialize.initialize(model=MODEL, config={**CONFIG, "gradient_accumulation_steps": 4})
     workload = probes[0]["workload"]
     assert workload.partitions == ((64, 1), (8, 1))
     assert (workload.dtype, workload.accumulation_steps) == ("bfloat16", 4)
@@ -173,20 +176,20 @@ def test_the_models_own_partitions_are_measured(calls: Calls, probes: Probes) ->
 
 def test_without_a_configuration_deepspeed_says_what_is_wrong(calls: Calls, probes: Probes) -> None:
     """The call goes through as it is, and nothing is measured."""
-    api.initialize(model=MODEL)
+    api_initialize.initialize(model=MODEL)
     assert calls == [{"model": MODEL}] and not probes
 
 
 def test_both_ways_at_once_stay_deepspeeds_to_refuse(calls: Calls) -> None:
     """DeepSpeed asserts that args and config are not both given; we do not hide that."""
     args = argparse.Namespace(deepspeed_config=copy.deepcopy(CONFIG))
-    api.initialize(args=args, model=MODEL, config=copy.deepcopy(CONFIG))
+    api_initialize.initialize(args=args, model=MODEL, config=copy.deepcopy(CONFIG))
     assert calls[0]["args"].deepspeed_config is not None and calls[0]["config"] is not None
 
 
 def test_settings_of_the_call_go_over_the_block(calls: Calls, probes: Probes) -> None:
     """And both reach the probe."""
-    api.initialize(
+    api_initialize.initialize(
         model=MODEL,
         config=with_block(cast="host", budget_seconds=3),
         autotune={"cast": "device", "path": "staged"},
@@ -198,15 +201,15 @@ def test_settings_of_the_call_go_over_the_block(calls: Calls, probes: Probes) ->
 def test_tune_config_gives_a_new_dict(tmp_path: Path) -> None:
     """From every form, before DeepSpeed is initialized; the input is unchanged."""
     given = copy.deepcopy(CONFIG)
-    assert is_tuned(api.tune_config(given, model=MODEL))
+    assert is_tuned(api_initialize.tune_config(given, model=MODEL))
     assert given == CONFIG
-    assert is_tuned(api.tune_config(_file(tmp_path)))
+    assert is_tuned(api_initialize.tune_config(_file(tmp_path)))
 
 
 def test_tune_config_refuses_what_it_cannot_read() -> None:
     """There is no run that could go on."""
     with pytest.raises(ConfigError, match="no such file"):
-        api.tune_config("absent.json")
+        api_initialize.tune_config("absent.json")
 
 
 # -- fail open ------------------------------------------------------------------------------------
@@ -221,13 +224,13 @@ def test_a_failure_in_the_probe_costs_one_warning(
     """DeepSpeed is called with exactly what the user gave, and the report says why."""
     probes.error = error
     config = copy.deepcopy(CONFIG)
-    engine, *_ = api.initialize(model=MODEL, config=config)
+    engine, *_ = api_initialize.initialize(model=MODEL, config=config)
     assert calls == [{"model": MODEL, "config": config}]
     assert calls[0]["config"] is config and config == CONFIG
     (warning,) = warnings(caplog)
     assert str(error) in warning and "the run goes on with your own configuration" in warning
-    assert api.report(engine).profile is None
-    assert str(error) in api.report(engine).text()
+    assert api_report.report(engine).profile is None
+    assert str(error) in api_report.report(engine).text()
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_what_cannot_be_used_goes_through_unchanged(
 ) -> None:
     """An unreadable configuration or a bad block: DeepSpeed's own errors reach the user."""
     before = copy.deepcopy(given)
-    api.initialize(model=MODEL, config=given)
+    api_initialize.initialize(model=MODEL, config=given)
     assert calls[0]["config"] is given and given == before
     assert len(warnings(caplog)) == 1
     assert not probes
@@ -258,7 +261,7 @@ def test_only_the_first_rank_warns(
     """One warning a job."""
     monkeypatch.setenv("RANK", "1")
     probes.error = MeasurementError("wrong bytes")
-    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert len(calls) == 1 and warnings(caplog) == []
 
 
@@ -268,14 +271,16 @@ def test_strict_raises(calls: Calls, probes: Probes, where: str) -> None:
     probes.error = MeasurementError("wrong bytes")
     config = with_block(strict=True) if where == "block" else copy.deepcopy(CONFIG)
     with pytest.raises(MeasurementError, match="wrong bytes"):
-        api.initialize(model=MODEL, config=config, autotune={"strict": True} if where == "call" else None)
+        api_initialize.initialize(
+            model=MODEL, config=config, autotune={"strict": True} if where == "call" else None
+        )
     assert not calls
 
 
 def test_strict_raises_for_a_bad_block(calls: Calls) -> None:
     """It counts even where the rest of the block is wrong."""
     with pytest.raises(ConfigError, match="path"):
-        api.initialize(model=MODEL, config=with_block(strict=True, path="fastest"))
+        api_initialize.initialize(model=MODEL, config=with_block(strict=True, path="fastest"))
     assert not calls
 
 
@@ -283,7 +288,7 @@ def test_an_interrupt_is_not_swallowed(calls: Calls, probes: Probes) -> None:
     """Ctrl-C in the probe ends the program."""
     probes.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+        api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert not calls
 
 
@@ -298,7 +303,7 @@ def test_an_error_of_deepspeeds_own_is_the_users(
 
     monkeypatch.setattr(calls, "stub", refuse)
     with pytest.raises(AssertionError, match="no optimizer"):
-        api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+        api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert len(calls) == 1 and warnings(caplog) == []
 
 
@@ -313,15 +318,15 @@ def test_switched_off_passes_everything_through(
     calls: Calls, probes: Probes, caplog: pytest.LogCaptureFixture, config: Any, autotune: Any
 ) -> None:
     """Nothing is measured, and the very object arrives; not even its mistakes are looked at."""
-    engine, *_ = api.initialize(model=MODEL, config=config, autotune=autotune)
+    engine, *_ = api_initialize.initialize(model=MODEL, config=config, autotune=autotune)
     assert calls[0]["config"] is config and not probes
-    assert api.report(engine).notices == ("switched off",)
+    assert api_report.report(engine).notices == ("switched off",)
     assert warnings(caplog) == []
 
 
 def test_tune_config_switched_off_changes_nothing(probes: Probes) -> None:
     """What was read comes back."""
-    assert api.tune_config(CONFIG, autotune=False) == CONFIG and not probes
+    assert api_initialize.tune_config(CONFIG, autotune=False) == CONFIG and not probes
 
 
 @pytest.mark.parametrize(
@@ -329,9 +334,9 @@ def test_tune_config_switched_off_changes_nothing(probes: Probes) -> None:
 )
 def test_without_offload_nothing_is_measured(calls: Calls, probes: Probes, zero: dict[str, Any]) -> None:
     """There is nothing to tune."""
-    engine, *_ = api.initialize(model=MODEL, config=zero)
+    engine, *_ = api_initialize.initialize(model=MODEL, config=zero)
     assert calls[0]["config"] is zero and not probes
-    assert "nothing is offloaded" in api.report(engine).notices[0]
+    assert "nothing is offloaded" in api_report.report(engine).notices[0]
 
 
 @pytest.mark.parametrize("launcher", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
@@ -345,9 +350,9 @@ def test_several_ranks_that_cannot_agree_are_left_alone(
     """Without RANK no process group is made, and nobody assumes to be alone."""
     monkeypatch.setenv(launcher, "2")
     config = copy.deepcopy(CONFIG)
-    engine, *_ = api.initialize(model=MODEL, config=config)
+    engine, *_ = api_initialize.initialize(model=MODEL, config=config)
     assert calls[0]["config"] is config and config == CONFIG and not probes
-    assert "2 ranks were started without RANK" in api.report(engine).notices[0]
+    assert "2 ranks were started without RANK" in api_report.report(engine).notices[0]
     assert len(warnings(caplog)) == 1
 
 
@@ -358,7 +363,7 @@ def test_tune_config_of_several_ranks_leaves_the_sizes(
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        tuned = api.tune_config(copy.deepcopy(CONFIG), model=MODEL)["zero_optimization"]
+        tuned = api_initialize.tune_config(copy.deepcopy(CONFIG), model=MODEL)["zero_optimization"]
         assert tuned["offload_param"]["pin_memory"] is True
         assert "reduce_bucket_size" not in tuned and tuned["sub_group_size"] == 1234
     assert len(probes) == 1 and probes[0]["workload"].world_size == 2
@@ -369,18 +374,18 @@ def test_tune_config_of_several_ranks_leaves_the_sizes(
 
 def test_a_second_start_uses_the_stored_profile(calls: Calls, probes: Probes) -> None:
     """It is not measured again, and what reaches DeepSpeed is the same."""
-    first, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
-    second, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    first, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    second, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert len(probes) == 1
     assert calls[0]["config"] == calls[1]["config"]
-    assert "measured now, stored in" in api.report(first).source
-    assert api.report(second).source == "stored profile of 2026-05-04T09:30:00+00:00"
+    assert "measured now, stored in" in api_report.report(first).source
+    assert api_report.report(second).source == "stored profile of 2026-05-04T09:30:00+00:00"
 
 
 def test_another_model_is_measured_again(calls: Calls, probes: Probes) -> None:
     """Its partitions are of another class."""
-    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
-    api.initialize(model=torch.nn.Linear(64, 64), config=copy.deepcopy(CONFIG))
+    api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    api_initialize.initialize(model=torch.nn.Linear(64, 64), config=copy.deepcopy(CONFIG))
     assert len(probes) == 2
 
 
@@ -388,9 +393,9 @@ def test_what_a_user_fixed_has_a_profile_of_its_own(calls: Calls, probes: Probes
     """A fixed path must not decide for the next run, and is not measured anew at each start."""
     fixed = {"path": "direct"}
     for autotune in (None, fixed, fixed):
-        engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=autotune)
+        engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=autotune)
     assert [probe["settings"].path for probe in probes] == ["auto", "direct"]
-    assert api.report(engine).source.startswith("stored profile of")
+    assert api_report.report(engine).source.startswith("stored profile of")
 
 
 def test_a_store_that_cannot_be_written_is_one_line_before_measuring(
@@ -408,13 +413,17 @@ def test_a_store_that_cannot_be_written_is_one_line_before_measuring(
         said.append(warnings(caplog))
         return measure(**kwargs)
 
-    monkeypatch.setattr(api, "probe", stub)
+    monkeypatch.setattr(deciding, "probe", stub)
     (tmp_path / "occupied").write_text("")
     monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path / "occupied" / "profiles"))
-    engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert is_tuned(calls[0]["config"])
-    assert api.report(engine).notices[0].startswith("the profile was not stored: no profile can be saved in")
-    assert "the profile was not stored" in api.report(engine).text()
+    assert (
+        api_report.report(engine)
+        .notices[0]
+        .startswith("the profile was not stored: no profile can be saved in")
+    )
+    assert "the profile was not stored" in api_report.report(engine).text()
     ((line,),) = said
     assert warnings(caplog) == [line]
     assert "without a cache" in line and "Not a directory" in line and "\n" not in line
@@ -429,7 +438,7 @@ def test_a_disk_that_fills_up_while_measuring_is_one_line(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert is_tuned(calls[0]["config"])
     (line,) = warnings(caplog)
     assert "not stored" in line and "No space left" in line
@@ -439,19 +448,19 @@ def test_a_stored_profile_that_is_doubted_is_measured_again_and_replaced(
     probes: Probes, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the re-check saw is handed on, so that the next start allows for it."""
-    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     miss = Miss(reason="changed", rechecked_seconds=0.5)
-    monkeypatch.setattr(probing, "doubt", lambda *args: miss)
-    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    monkeypatch.setattr(lookup, "doubt", lambda *args: miss)
+    api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert [probe["missed"] for probe in probes][1] == miss
 
 
 def test_load_profile_gives_the_newest_or_the_named_one(calls: Calls, tmp_path: Path) -> None:
     """What a start stored can be read back."""
-    api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
-    loaded = api.load_profile()
+    api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    loaded = api_initialize.load_profile()
     (file,) = (tmp_path / "profiles").glob("*.yaml")
-    assert api.load_profile(file) == loaded
+    assert api_initialize.load_profile(file) == loaded
     assert loaded.choice == Probes.choice
 
 
@@ -460,8 +469,8 @@ def test_load_profile_gives_the_newest_or_the_named_one(calls: Calls, tmp_path: 
 
 def test_a_report_says_what_was_chosen_changed_and_noticed(calls: Calls) -> None:
     """In lines that stand by themselves."""
-    engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
-    report = api.report(engine)
+    engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    report = api_report.report(engine)
     assert report.profile is not None and report.profile.choice == Probes.choice
     assert {change.key for change in report.changes} >= {
         "zero_optimization.offload_optimizer.pin_memory",
@@ -478,7 +487,7 @@ def test_a_report_says_what_was_chosen_changed_and_noticed(calls: Calls) -> None
 
 def test_a_report_of_a_foreign_engine_says_so() -> None:
     """Nothing is known of it."""
-    report = api.report(Engine())
+    report = api_report.report(Engine())
     assert report.notices == ("this engine was not made by autotune_offload.initialize",)
     assert "the configuration is unchanged" in report.text()
 
@@ -494,9 +503,9 @@ def test_a_report_of_a_foreign_engine_says_so() -> None:
 def test_the_report_tells_a_backward_pass_with_and_without_the_path(stock: list[float], words: str) -> None:
     """Means over what was measured; nothing where nothing was."""
     path = Status(backward_seconds=deque([0.001, 0.003]), stock_backward_seconds=stock)
-    assert words in api.Report(profile=None, path=path).carrier()
-    assert ("without" in api.Report(profile=None, path=path).carrier()) is bool(stock)
-    assert "backward" not in api.Report(profile=None, path=Status()).carrier()
+    assert words in api_report.Report(profile=None, path=path).carrier()
+    assert ("without" in api_report.Report(profile=None, path=path).carrier()) is bool(stock)
+    assert "backward" not in api_report.Report(profile=None, path=Status()).carrier()
 
 
 def test_a_path_that_beats_deepspeed_is_attached(
@@ -509,11 +518,11 @@ def test_a_path_that_beats_deepspeed_is_attached(
         attached.append((engine, choice))
         return Status(why_not="a stub")
 
-    monkeypatch.setattr(api, "attach", attach)
+    monkeypatch.setattr(api_initialize, "attach", attach)
     probes.choice = make_choice()
-    engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
+    engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert attached == [(engine, make_choice())]
-    assert "by DeepSpeed's own code, with the keys below: a stub" in api.report(engine).text()
+    assert "by DeepSpeed's own code, with the keys below: a stub" in api_report.report(engine).text()
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -529,17 +538,17 @@ def test_a_path_that_cannot_be_attached_costs_one_warning(
     def attach(engine: Any, choice: Any, device: Any) -> Status:
         raise RuntimeError("no such hook")
 
-    monkeypatch.setattr(api, "attach", attach)
+    monkeypatch.setattr(api_initialize, "attach", attach)
     probes.choice = make_choice()
     config = with_block(strict=strict)
     if strict:
         with pytest.raises(RuntimeError, match="no such hook"):
-            api.initialize(model=MODEL, config=config)
+            api_initialize.initialize(model=MODEL, config=config)
         return
-    engine, *_ = api.initialize(model=MODEL, config=config)
+    engine, *_ = api_initialize.initialize(model=MODEL, config=config)
     (warning,) = warnings(caplog)
     assert "the staged path was not attached: RuntimeError: no such hook" in warning
-    assert "no such hook" in api.report(engine).text()
+    assert "no such hook" in api_report.report(engine).text()
 
 
 @pytest.mark.parametrize("steer", [None, {"path": "deepspeed"}])
@@ -547,11 +556,11 @@ def test_deepspeeds_own_code_stays_where_it_is_not_beaten(
     calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, steer: Any
 ) -> None:
     """Or where the user asked for it: nothing is attached."""
-    monkeypatch.setattr(api, "attach", lambda *arguments: pytest.fail("attached"))
+    monkeypatch.setattr(api_initialize, "attach", lambda *arguments: pytest.fail("attached"))
     probes.choice = make_choice(gain=1.0) if steer is None else make_choice()
-    engine, *_ = api.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=steer)
-    assert api.report(engine).path is None
-    assert "carried out by DeepSpeed's own code, with the keys below" in api.report(engine).text()
+    engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=steer)
+    assert api_report.report(engine).path is None
+    assert "carried out by DeepSpeed's own code, with the keys below" in api_report.report(engine).text()
 
 
 def test_an_engine_that_cannot_be_remembered_is_returned_all_the_same(
@@ -559,13 +568,13 @@ def test_an_engine_that_cannot_be_remembered_is_returned_all_the_same(
 ) -> None:
     """A report is lost then, and not the run."""
     monkeypatch.setattr(calls, "stub", lambda *args, **kwargs: (7, None, None, None))
-    assert api.initialize(model=MODEL, config=copy.deepcopy(CONFIG))[0] == 7
+    assert api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))[0] == 7
 
 
 def test_a_call_that_deepspeed_does_not_know_is_deepspeeds_to_refuse(calls: Calls) -> None:
     """Its own TypeError comes, as without us."""
     with pytest.raises(TypeError, match="modle"):
-        api.initialize(modle=MODEL, config=copy.deepcopy(CONFIG))
+        api_initialize.initialize(modle=MODEL, config=copy.deepcopy(CONFIG))
 
 
 def test_settings_cover_every_argument_of_the_block() -> None:

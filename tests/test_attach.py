@@ -17,15 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune_offload import accumulation, selfcheck
-from autotune_offload import attach as module
-from autotune_offload.attach import Status, attach, detach, status, why_not_attachable
-from autotune_offload.candidates import PARAMETERS
-from autotune_offload.device import AcceleratorDevice, Device
+from autotune_offload.decide.candidates import PARAMETERS
+from autotune_offload.engine import attachment as module
+from autotune_offload.engine import self_check as selfcheck
+from autotune_offload.engine.attach import attach, detach, status, why_not_attachable
+from autotune_offload.engine.attachment import Status
 from autotune_offload.errors import DeviceError, PinError
-from autotune_offload.paths import DestinationPath, StagedPath
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.machine.device import Device
+from autotune_offload.paths import accumulation
+from autotune_offload.paths.destination import DestinationPath
+from autotune_offload.paths.ring import StagedPath
 from autotune_offload.records import Candidate, Choice
-from autotune_offload.stage3 import LOW_PRECISION
+from autotune_offload.upstream import LOW_PRECISION
 from tests.factories import make_choice
 from tests.fakes import DeferredDevice, FakeAccelerator
 from tests.matrix.__main__ import GROUPS, Result, run

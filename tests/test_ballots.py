@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from autotune_offload.ballots import (
+from autotune_offload.errors import AgreementError
+from autotune_offload.ranks.ballots import (
     MESSAGE_BYTES,
     REASON_CHARACTERS,
     REPLY_BYTES,
@@ -21,7 +22,6 @@ from autotune_offload.ballots import (
     Reply,
     Settled,
     View,
-    backward_seconds,
     ballot,
     conclusion,
     merged,
@@ -30,8 +30,7 @@ from autotune_offload.ballots import (
     plain_text,
     unpacked,
 )
-from autotune_offload.errors import AgreementError
-from autotune_offload.records import Choice
+from autotune_offload.records import Choice, backward_seconds
 from tests.factories import make_choice, make_profile
 
 few = settings(max_examples=40, deadline=None)

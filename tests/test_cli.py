@@ -23,27 +23,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_offload import units
-from autotune_offload.alternatives import alternatives, best_of_each, rejections, verdict
 from autotune_offload.cli import cli, options
 from autotune_offload.cli.output import finite
 from autotune_offload.cli.progress import Reporter, time_left
 from autotune_offload.cli.verify import FEWEST_STEPS, model_of
-from autotune_offload.ds_config import Settings
 from autotune_offload.errors import DeviceError, ProfileError
-from autotune_offload.records import Profile, from_plain, to_plain
-from autotune_offload.store import Miss, Store
+from autotune_offload.profiles.store import Miss, Store
+from autotune_offload.records import Profile, Settings, from_plain, to_plain
+from autotune_offload.reports.alternatives import alternatives, best_of_each, rejections, verdict
 from tests.factories import make_choice, make_profile
 
-training = importlib.import_module("autotune_offload.verify")
+training = importlib.import_module("autotune_offload.engine.verify")
 
 ROOT = Path(__file__).parent.parent
 
 
 class ProbeStub(types.ModuleType):
-    """Stands in for `autotune_offload.probe`: returns `profile`, and is as noisy as DeepSpeed."""
+    """Stands in for `api.probe` and `profiles.lookup`: gives `profile`, and is as noisy as DeepSpeed."""
+
+    replaces = ("autotune_offload.api.probe", "autotune_offload.profiles.lookup")
 
     def __init__(self) -> None:
-        super().__init__("autotune_offload.probing")
+        super().__init__(self.replaces[0])
         self.profile = make_profile()
         self.stored: Profile | Miss = Miss(reason="no profile is stored here")
         self.calls: list[dict[str, Any]] = []
@@ -76,7 +77,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 def stub(store: Store, monkeypatch: pytest.MonkeyPatch) -> ProbeStub:
     """The probe, replaced."""
     made = ProbeStub()
-    monkeypatch.setitem(sys.modules, made.__name__, made)
+    for name in made.replaces:
+        monkeypatch.setitem(sys.modules, name, made)
     return made
 
 
@@ -295,7 +297,7 @@ class Noisy(ProbeStub):
         time.sleep(float(os.environ.get("SLEEP", "0")))
         return super().probe(**arguments)
 
-sys.modules["autotune_offload.probing"] = Noisy()
+sys.modules.update(dict.fromkeys(Noisy.replaces, Noisy()))
 main()
 """
 

@@ -114,13 +114,13 @@ def test_every_verb_has_json(name: str) -> None:
 
 def test_the_least_budget_is_the_probes() -> None:
     """What the option refuses is what the probe would refuse."""
-    from autotune_offload import probing
+    from autotune_offload.api import probe
     from autotune_offload.errors import BudgetError
 
     least = options.LEAST_BUDGET_SECONDS
-    assert probing.load_plan("quick", least).budget_seconds == least
+    assert probe.load_plan("quick", least).budget_seconds == least
     with pytest.raises(BudgetError, match=f"at least {significant(least, 1)} s"):
-        probing.load_plan("quick", least * 0.99)
+        probe.load_plan("quick", least * 0.99)
 
 
 if __name__ == "__main__":

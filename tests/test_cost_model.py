@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_offload.cost_model import CostModel, Line, fit
-from autotune_offload.paths import STOCK_SEQUENCES
+from autotune_offload.decide.cost_model import CostModel
+from autotune_offload.line import Line, fit
 from autotune_offload.records import (
     Cast,
     CastRate,
@@ -24,6 +24,7 @@ from autotune_offload.records import (
     Transfer,
     Workload,
 )
+from autotune_offload.upstream import STOCK_SEQUENCES
 
 SIZES = tuple(1 << power for power in range(12, 29, 4))
 CURVES: tuple[tuple[Kind, Memory, State, int], ...] = (

@@ -13,24 +13,26 @@ from typing import Any, cast
 import optuna
 import pytest
 
-from autotune_offload import contest, decide, records
-from autotune_offload.accumulation import Moment
-from autotune_offload.candidates import (
-    PARAMETERS,
-    PinRules,
-    flat_blocks,
-    grid,
-    key,
-    kind,
-    optimizer_blocks,
-    parameter_blocks,
-)
-from autotune_offload.device import Device
-from autotune_offload.ds_config import Settings
+from autotune_offload import records
+from autotune_offload.decide import decide
+from autotune_offload.decide import trial as decide_trial
+from autotune_offload.decide.candidates import PARAMETERS, grid, key, kind
+from autotune_offload.decide.verdict import Decision
 from autotune_offload.errors import ConfigError, MeasurementError, PinError
-from autotune_offload.records import Baseline, Candidate, DeviceIdentity, Limit, Limits, Measurements, PinCost
-from autotune_offload.trials import Window
-from autotune_offload.verdict import Decision
+from autotune_offload.machine.device import Device
+from autotune_offload.measure.bench import Window
+from autotune_offload.paths.accumulation import Moment
+from autotune_offload.paths.page_locking import PinRules, flat_blocks, optimizer_blocks, parameter_blocks
+from autotune_offload.records import (
+    Baseline,
+    Candidate,
+    DeviceIdentity,
+    Limit,
+    Limits,
+    Measurements,
+    PinCost,
+    Settings,
+)
 from tests.factories import make_workload
 from tests.test_cost_model import measurements
 
@@ -124,8 +126,10 @@ class Stage:
     def run(self, *, seconds: float = 5.0, **changes: Any) -> Decision:
         """`decide` with so many seconds left."""
         self.monkeypatch.setattr(decide, "Bench", lambda *args, **parts: _Bench(self, args[2]))
-        self.monkeypatch.setattr(contest.Trial, "built", lambda trial, entrant: self._built(entrant.record))
-        self.monkeypatch.setattr(contest, "build", lambda device, record, dtype: self._built(record))
+        self.monkeypatch.setattr(
+            decide_trial.Trial, "built", lambda trial, entrant: self._built(entrant.record)
+        )
+        self.monkeypatch.setattr(decide_trial, "build", lambda device, record, dtype: self._built(record))
         arguments: dict[str, Any] = {
             "measurements": fast_pinned(),
             "workload": make_workload(),

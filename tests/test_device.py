@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune_offload import device as device_module
-from autotune_offload.device import AcceleratorDevice
 from autotune_offload.errors import DeviceError, PinError
-from autotune_offload.measure import measure
+from autotune_offload.machine import accelerator
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.measure.measure import measure
 from autotune_offload.records import Plan
 from tests.fakes import FakeAccelerator, FakeAcceleratorDevice, install_habana
 
@@ -48,7 +48,7 @@ def hpu(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
 def test_importing_touches_no_accelerator() -> None:
     """No context at import: neither DeepSpeed is loaded nor CUDA started by importing the module."""
     code = (
-        "import sys, torch, autotune_offload.device; "
+        "import sys, torch, autotune_offload.machine.device; "
         "print('deepspeed' in sys.modules, torch.cuda.is_initialized(), 'pynvml' in sys.modules)"
     )
     child = subprocess.run((sys.executable, "-c", code), check=True, capture_output=True, text=True)
@@ -189,7 +189,7 @@ def test_released_blocks_leave_torchs_cache(cuda: FakeAccelerator, monkeypatch: 
     pinned = device.pinned_empty(4, torch.float32)
     left: list[int] = []
     monkeypatch.setattr(
-        device_module, "_empty_host_cache", lambda: left.append(pinned.untyped_storage().nbytes())
+        accelerator, "_empty_host_cache", lambda: left.append(pinned.untyped_storage().nbytes())
     )
     device.release_pinned(pinned)
     assert left == [0]
@@ -544,9 +544,11 @@ def foreign_defaults() -> Iterator[None]:
 
 def test_a_users_default_device_and_dtype_change_nothing(cuda: FakeAccelerator) -> None:
     """Allocating, pinning, measuring and trying paths name their place and dtype themselves."""
-    from autotune_offload.paths import STOCK_SEQUENCES, build
+    from autotune_offload.measure.bench import Bench
+    from autotune_offload.paths.build import build
+    from autotune_offload.paths.stock import stock_path
     from autotune_offload.records import Candidate, Workload
-    from autotune_offload.trials import Bench
+    from autotune_offload.upstream import STOCK_SEQUENCES
 
     workload = Workload(
         partitions=((3000, 2), (7, 3)),
@@ -581,5 +583,5 @@ def test_a_users_default_device_and_dtype_change_nothing(cuda: FakeAccelerator) 
                 bench.check(offload, "pinned" if path == "pinned" else "pageable")
                 offload.close()
         for sequence in STOCK_SEQUENCES:
-            bench.check(sequence.build(device, torch.bfloat16, bench.largest_elements), "pageable")
+            bench.check(stock_path(sequence, device, torch.bfloat16, bench.largest_elements), "pageable")
         bench.close()

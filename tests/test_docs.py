@@ -19,8 +19,8 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from autotune_offload import ds_config
 from autotune_offload.cli import cli
+from autotune_offload.config import block as config_block
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -150,8 +150,8 @@ def test_every_json_block_is_a_config_or_a_document(block: Block) -> None:
     """It parses as DeepSpeed would parse it, and a block of ours in it has only keys that exist."""
     text = re.sub(r",?\s*\.\.\.\s*", "", block.text)
     found = hjson.loads(text)
-    if ds_config.BLOCK in found:
-        ds_config.settings(found)
+    if config_block.BLOCK in found:
+        config_block.settings(found)
 
 
 @each_page

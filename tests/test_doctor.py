@@ -20,14 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from autotune_offload import doctor, ds_config, host, self_report
-from autotune_offload.checks.case import Case
-from autotune_offload.checks.software import OLDEST
-from autotune_offload.doctor import CONFIG_CHECKS, HOST_CHECKS, Examination, run_checks
+from autotune_offload.config import reading
+from autotune_offload.doctor import examine, self_report
+from autotune_offload.doctor.checks.case import Case
+from autotune_offload.doctor.checks.software import OLDEST
+from autotune_offload.doctor.examine import CONFIG_CHECKS, HOST_CHECKS, Examination, run_checks
+from autotune_offload.doctor.self_report import Answers
+from autotune_offload.machine import host
+from autotune_offload.profiles.store import Store
 from autotune_offload.records import Finding, Software
-from autotune_offload.self_report import Answers
-from autotune_offload.store import Store
-from autotune_offload.zero3 import NEWEST
+from autotune_offload.upstream import NEWEST
 from tests.factories import make_profile
 from tests.test_host import GIB, IPC_LOCK, NO_CAPABILITY, memlock_line, node, v2, v2_files, write
 
@@ -517,10 +519,10 @@ def test_an_unbound_process_on_two_nodes_costs_and_the_devices_node_is_named(
     accelerator(root)
     node(root, 0, "0-7", 8 * GIB)
     node(root, 1, "8-15", 8 * GIB)
-    monkeypatch.setattr(host, "_affinity", lambda: frozenset(range(16)))
+    monkeypatch.setattr(host, "affinity", lambda: frozenset(range(16)))
     finding = only(case, "numa")
     assert (finding.severity, "node 1" in finding.fix) == ("costs", True)
-    monkeypatch.setattr(host, "_affinity", lambda: frozenset(range(8, 12)))
+    monkeypatch.setattr(host, "affinity", lambda: frozenset(range(8, 12)))
     assert found(case, "numa") == []
 
 
@@ -547,7 +549,7 @@ def test_threads_of_all_ranks_are_counted_against_the_cpus(
     says: str | None,
 ) -> None:
     """On 16 CPUs: too many of them, far too few, and as many as there are."""
-    monkeypatch.setattr(host, "_affinity", lambda: frozenset(range(16)))
+    monkeypatch.setattr(host, "affinity", lambda: frozenset(range(16)))
     findings = found(saying(under(case, **variables), torch={"threads": torch_threads}), "threads")
     assert [says in f.found for f in findings if says] == [True] * bool(says)
     assert len(findings) == bool(says)
@@ -642,7 +644,7 @@ EXPECTED: dict[str, list[tuple[str, str, str]]] = {
 def test_what_is_said_of_each_example(case: Case, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Every finding about the file, and no other; DeepSpeed's own parser has judged it too."""
     installed(monkeypatch)
-    read = ds_config.read(path)
+    read = reading.read(path)
     case = saying(replace(case, config=read), config=self_report._refusals(read), profile=None)
     findings = [f for f in run_checks(case).findings if f.id in CONFIG_CHECKS]
     expected = EXPECTED[path.stem]
@@ -758,7 +760,7 @@ def test_whatever_the_file_no_check_fails_and_refusals_are_the_parsers(
     case = Case(
         answers=Answers(answers={"config": refusals}), store=Store(Path("/none")), config=config, environ={}
     )
-    findings = [f for name, check in CONFIG_CHECKS.items() for f in doctor._made(name, check, case)]
+    findings = [f for name, check in CONFIG_CHECKS.items() for f in examine._made(name, check, case)]
     assert not [f for f in findings if "failed itself" in f.found]
     breaks = {f.id for f in findings if f.severity == "will break"} - {"config-block"}
     assert bool(breaks) is bool(refusals), (refusals, findings)
@@ -910,8 +912,8 @@ def test_a_broken_file_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Where it breaks; the host is looked at all the same."""
     broken = tmp_path / "ds_config.json"
     broken.write_text('{"zero_optimization": {"stage": 3')
-    monkeypatch.setattr(doctor, "ask", lambda **_: Answers())
-    examined = doctor.examine(broken, cache=tmp_path)
+    monkeypatch.setattr(examine, "ask", lambda **_: Answers())
+    examined = examine.examine(broken, cache=tmp_path)
     finding = next(f for f in examined.findings if f.id == "config")
     assert (finding.severity, examined.will_break) == ("will break", True)
     assert "looks cut short" in finding.found

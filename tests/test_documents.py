@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_offload import shipped
+from autotune_offload import places
 from autotune_offload.documents import MAX_BYTES, MAX_PARTS, Refused, parse, read_text
 
-SHIPPED = sorted(shipped.config_file("machines", "gh200.yaml").parent.glob("*.yaml"))
+SHIPPED = sorted(places.config_file("machines", "gh200.yaml").parent.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_offload import ds_config
-from autotune_offload.ds_config import Settings, read
+from autotune_offload.config import block as config_block
+from autotune_offload.config.reading import read
 from autotune_offload.errors import ConfigError
+from autotune_offload.records import Settings
 
 CASES = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
 PLAIN = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "overlap_comm": False}}
@@ -202,13 +203,13 @@ def test_other_things_that_are_not_configurations(tmp_path: Path) -> None:
 
 def block(**keys: Any) -> Settings:
     """The settings of a configuration whose block holds `keys`."""
-    return ds_config.settings({"autotune_offload": keys})
+    return config_block.settings({"autotune_offload": keys})
 
 
 def test_defaults_without_a_block_and_with_auto_everywhere() -> None:
     """An absent block, an empty one and one of "auto" only mean the same."""
     names = [field.name for field in dataclasses.fields(Settings)]
-    assert ds_config.settings({}) == block() == block(**dict.fromkeys(names, "auto")) == Settings()
+    assert config_block.settings({}) == block() == block(**dict.fromkeys(names, "auto")) == Settings()
 
 
 def test_every_key_is_read() -> None:
@@ -298,4 +299,4 @@ def test_only_what_a_choice_depends_on_is_fixed() -> None:
 def test_a_block_that_is_no_object_is_refused(value: object) -> None:
     """A bare value in place of the block is a mistake with an example of the right form."""
     with pytest.raises(ConfigError, match=r'expected an object such as \{"enabled": false\}'):
-        ds_config.settings({"autotune_offload": value})
+        config_block.settings({"autotune_offload": value})

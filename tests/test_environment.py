@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from autotune_offload.ds_config import Settings
-from autotune_offload.environment import INVALIDATES, RECORDED, Environment, release
+from autotune_offload.profiles.environment import INVALIDATES, RECORDED, Environment, release
 from autotune_offload.records import (
     DeviceIdentity,
     HostFacts,
     Limit,
     Limits,
     Profile,
+    Settings,
     Software,
     fingerprint_key,
 )

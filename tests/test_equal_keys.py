@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_offload.equal_keys import SIZES, rest_digest, sizes, sizes_digest, with_sizes
-from autotune_offload.zero3 import KEYS, KNOWN
+from autotune_offload.config.equal_keys import SIZES, rest_digest, sizes, sizes_digest, with_sizes
+from autotune_offload.config.keys import KEYS
+from autotune_offload.upstream import KNOWN
 
 SPELLINGS = [spelling for names in SIZES.values() for spelling in names]
 VALUES = st.sampled_from(["auto", 0, 1, 5e8, 500_000_000, "500000000", 17])

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_offload import explanation
-from autotune_offload.alternatives import Alternative, alternatives
 from autotune_offload.records import PinCost, Profile
+from autotune_offload.reports import explanation
+from autotune_offload.reports.alternatives import Alternative, alternatives
 from tests.factories import make_choice, make_profile
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune_offload import store as store_module
 from autotune_offload.errors import ProfileError
-from autotune_offload.folders import CACHE_VARIABLE
+from autotune_offload.places import CACHE_VARIABLE
+from autotune_offload.profiles import store as store_module
+from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import Profile
-from autotune_offload.store import Miss, Store
 from tests.factories import make_profile
 
 CHECKOUT = Path(store_module.__file__).parents[1]
@@ -96,7 +96,7 @@ def test_200_writers_killed_in_the_middle_leave_a_whole_profile_each_time(tmp_pa
 STARTER = """
 import sys, time
 from pathlib import Path
-from autotune_offload.store import Store
+from autotune_offload.profiles.store import Store
 from tests.factories import make_profile
 store = Store(Path(sys.argv[1]))
 Path(sys.argv[1], f"ready-{sys.argv[2]}").touch()

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_offload.cli import cli
-from autotune_offload.fleet import LEAST_SHARE, Member, entries_below, member, newest, survey
+from autotune_offload.profiles.fleet import LEAST_SHARE, Member, entries_below, member, newest, survey
+from autotune_offload.profiles.store import Store
 from autotune_offload.records import Profile
-from autotune_offload.store import Store
 from tests.factories import make_profile
 
 RATES = {"d2h": 53.0, "h2d": 54.0, "h2h": 12.0, "offload": 20.0}

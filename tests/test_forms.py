@@ -23,7 +23,8 @@ import pytest
 import torch
 
 import autotune_offload
-from autotune_offload import api, ds_config
+from autotune_offload.api import deciding
+from autotune_offload.config import reading
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import ZeroSizes
 from tests.factories import make_choice, make_profile
@@ -70,8 +71,8 @@ def _stop_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "DeepSpeedConfig", settled)
     monkeypatch.setattr("deepspeed.comm.init_distributed", lambda *args, **kwargs: None)
     choice = make_choice(gain=1.0, pin_optimizer=False, pin_parameters=False, sizes=ZeroSizes())
-    monkeypatch.setattr(api, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", api.SWITCH):
+    monkeypatch.setattr(deciding, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", deciding.SWITCH):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -284,7 +285,7 @@ def test_a_case_comes_out_the_same_in_every_form(case: Path) -> None:
     """A path, its text, base64 and the dict: one result; `tests/test_zero3.py` says which."""
     text = case.read_text()
     given = autotune_offload.tune_config(str(case))
-    for form in (case, text, encoded(text), MappingProxyType(ds_config.read(case))):
+    for form in (case, text, encoded(text), MappingProxyType(reading.read(case))):
         assert autotune_offload.tune_config(form) == given
 
 
@@ -300,7 +301,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     vars(integration)["deepspeed_config"] = lambda: config
     monkeypatch.setitem(sys.modules, integration.__name__, integration)
     choice = make_choice(gain=1.0, sizes=ZeroSizes(reduce_bucket_elements=5_000))
-    monkeypatch.setattr(api, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
+    monkeypatch.setattr(deciding, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
     return config
 
 
@@ -331,6 +332,6 @@ def test_without_a_value_of_ours_the_trainers_number_stays(
 ) -> None:
     """It is no worse than DeepSpeed's default."""
     choice = make_choice(gain=1.0, sizes=ZeroSizes())
-    monkeypatch.setattr(api, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
+    monkeypatch.setattr(deciding, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
     result = settled_on(autotune_offload.initialize, config_params=filled(4096))
     assert result["zero_optimization"]["reduce_bucket_size"] == 4096

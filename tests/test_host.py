@@ -1,4 +1,4 @@
-"""Tests of `autotune_offload.host`: facts and limits, read from made-up /proc and /sys trees."""
+"""Tests of `autotune_offload.machine.host`: facts and limits, read from made-up /proc and /sys trees."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_offload import host
 from autotune_offload.errors import ConfigError
+from autotune_offload.machine import host
+from autotune_offload.machine import limits as machine_limits
 from autotune_offload.records import Limit, Limits
 
 GIB = 1 << 30
@@ -69,7 +70,7 @@ def node(root: Path, index: int, cpus: str, free_bytes: int, inactive_bytes: int
 
 def test_ram_is_what_is_available_without_swap_less_a_tenth(root: Path) -> None:
     """Free RAM less the margin is pinnable; swap adds nothing."""
-    limits = host.limits(root=root)
+    limits = machine_limits.limits(root=root)
     assert limits.available_bytes == 64 * GIB
     assert limits.pinnable_bytes == 64 * GIB - int(6.4 * GIB)
     assert [limit.name for limit in limits.bounds] == ["ram"]
@@ -79,13 +80,13 @@ def test_ram_is_what_is_available_without_swap_less_a_tenth(root: Path) -> None:
 def test_a_small_host_keeps_one_gib_or_half(root: Path, free: int, pinnable: int) -> None:
     """The margin is at least 1 GiB, but never more than half of what is free."""
     write(root, "proc/meminfo", f"MemAvailable: {free // 1024} kB\n")
-    assert host.limits(root=root).pinnable_bytes == pinnable
+    assert machine_limits.limits(root=root).pinnable_bytes == pinnable
 
 
 def test_ranks_of_one_host_share_its_memory_but_not_their_own_limits(root: Path) -> None:
     """RAM is divided by the ranks; memlock and the user's bound count for each process."""
     write(root, "proc/self/limits", memlock_line(str(GIB)))
-    limits = host.limits(root=root, ranks_per_host=4, max_pinned_bytes=2 * GIB)
+    limits = machine_limits.limits(root=root, ranks_per_host=4, max_pinned_bytes=2 * GIB)
     assert limits.available_bytes == 16 * GIB
     assert {limit.name: limit.bytes for limit in limits.bounds} == {
         "ram": (64 * GIB - int(6.4 * GIB)) // 4,
@@ -100,7 +101,7 @@ def test_pinnable_is_the_smallest_bound_and_every_bound_says_how_to_raise_it(
     ranks: int, most: int | None
 ) -> None:
     """On this very host, whatever its limits are."""
-    limits = host.limits(ranks_per_host=ranks, max_pinned_bytes=most)
+    limits = machine_limits.limits(ranks_per_host=ranks, max_pinned_bytes=most)
     assert limits.pinnable_bytes == min(limit.bytes for limit in limits.bounds)
     assert all(limit.source and limit.raise_by and limit.bytes >= 0 for limit in limits.bounds)
 
@@ -109,12 +110,12 @@ def test_device_memory_shown_as_a_node_without_cpus_is_not_host_ram(root: Path) 
     """A GH200's HBM counts in MemAvailable but is left out here."""
     node(root, 0, "0-71", 40 * GIB)
     node(root, 1, "", 16 * GIB)
-    assert host.limits(root=root).available_bytes == 48 * GIB
+    assert machine_limits.limits(root=root).available_bytes == 48 * GIB
 
 
 def test_no_proc_at_all_falls_back_to_the_c_library(tmp_path: Path) -> None:
     """Where nothing can be read, RAM is the one bound, from sysconf."""
-    limits = host.limits(root=tmp_path)
+    limits = machine_limits.limits(root=tmp_path)
     assert [limit.name for limit in limits.bounds] == ["ram"]
     assert "sysconf" in limits.bounds[0].source
     assert limits.available_bytes > 0
@@ -125,7 +126,7 @@ def test_an_impossible_argument_is_refused_by_name(root: Path, arguments: dict[s
     """The message names the argument and its value."""
     ((name, value),) = arguments.items()
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
-        host.limits(
+        machine_limits.limits(
             root=root,
             max_pinned_bytes=arguments.get("max_pinned_bytes"),
             ranks_per_host=arguments.get("ranks_per_host", 1),
@@ -161,7 +162,7 @@ def test_v2_takes_the_smallest_headroom_of_all_ancestors(root: Path) -> None:
     v2_files(root, "sys/fs/cgroup/slurm", str(40 * GIB), 4 * GIB)
     v2_files(root, "sys/fs/cgroup/slurm/job", str(16 * GIB), 8 * GIB)
     v2_files(root, "sys/fs/cgroup/slurm/job/step", "max", 8 * GIB)
-    limits = host.limits(root=root)
+    limits = machine_limits.limits(root=root)
     assert limits.available_bytes == 8 * GIB
     assert limits.pinnable_bytes == 7 * GIB
     found = bound(limits, "cgroup")
@@ -174,7 +175,7 @@ def test_inactive_file_cache_counts_as_free(root: Path) -> None:
     """Page cache that the kernel would give back is not in use."""
     v2(root, "/job")
     v2_files(root, "sys/fs/cgroup/job", str(16 * GIB), 12 * GIB, inactive=4 * GIB)
-    assert host.limits(root=root).available_bytes == 8 * GIB
+    assert machine_limits.limits(root=root).available_bytes == 8 * GIB
 
 
 def test_max_everywhere_means_no_cgroup_bound(root: Path) -> None:
@@ -182,7 +183,7 @@ def test_max_everywhere_means_no_cgroup_bound(root: Path) -> None:
     v2(root, "/job")
     v2_files(root, "sys/fs/cgroup", "max", GIB)
     v2_files(root, "sys/fs/cgroup/job", "max", GIB)
-    assert bound(host.limits(root=root), "cgroup") is None
+    assert bound(machine_limits.limits(root=root), "cgroup") is None
 
 
 def test_a_throttling_limit_counts_too(root: Path) -> None:
@@ -190,14 +191,14 @@ def test_a_throttling_limit_counts_too(root: Path) -> None:
     v2(root, "/job")
     v2_files(root, "sys/fs/cgroup/job", "max", GIB)
     write(root, "sys/fs/cgroup/job/memory.high", f"{9 * GIB}\n")
-    assert host.limits(root=root).available_bytes == 8 * GIB
+    assert machine_limits.limits(root=root).available_bytes == 8 * GIB
 
 
 def test_usage_above_the_limit_leaves_nothing(root: Path) -> None:
     """Headroom is never negative."""
     v2(root, "/job")
     v2_files(root, "sys/fs/cgroup/job", str(GIB), 2 * GIB)
-    assert host.limits(root=root).pinnable_bytes == 0
+    assert machine_limits.limits(root=root).pinnable_bytes == 0
 
 
 def test_v1_ancestors_count_and_the_sentinel_means_none(root: Path) -> None:
@@ -207,7 +208,7 @@ def test_v1_ancestors_count_and_the_sentinel_means_none(root: Path) -> None:
     v1_files(root, "sys/fs/cgroup/memory", V1_SENTINEL, GIB)
     v1_files(root, "sys/fs/cgroup/memory/job", str(12 * GIB), 6 * GIB, inactive=2 * GIB)
     v1_files(root, "sys/fs/cgroup/memory/job/step", V1_SENTINEL, GIB)
-    limits = host.limits(root=root)
+    limits = machine_limits.limits(root=root)
     assert limits.available_bytes == 8 * GIB
     found = bound(limits, "cgroup")
     assert found is not None
@@ -218,7 +219,7 @@ def test_v1_sentinel_of_large_pages_means_none(root: Path) -> None:
     """The sentinel is rounded down to the page size, which is 64 KiB on some Arm hosts."""
     write(root, "proc/self/cgroup", "4:memory:/\n")
     v1_files(root, "sys/fs/cgroup/memory", str((1 << 63) - 65536), GIB)
-    assert bound(host.limits(root=root), "cgroup") is None
+    assert bound(machine_limits.limits(root=root), "cgroup") is None
 
 
 def test_a_container_that_sees_only_its_own_part_finds_its_limit(root: Path) -> None:
@@ -227,7 +228,7 @@ def test_a_container_that_sees_only_its_own_part_finds_its_limit(root: Path) -> 
     write(root, "proc/self/cgroup", "4:memory:/docker/ab12\n")
     write(root, "proc/self/mountinfo", mount)
     v1_files(root, "sys/fs/cgroup/memory", str(4 * GIB), 0)
-    assert host.limits(root=root).available_bytes == 4 * GIB
+    assert machine_limits.limits(root=root).available_bytes == 4 * GIB
 
 
 def test_a_path_outside_the_namespace_falls_back_to_the_mounted_top(root: Path) -> None:
@@ -235,14 +236,14 @@ def test_a_path_outside_the_namespace_falls_back_to_the_mounted_top(root: Path) 
     v2(root, "/other", mount="31 23 0:28 /mine /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
     v2_files(root, "sys/fs/cgroup", str(4 * GIB), 0)
     v2_files(root, "sys/fs/other", str(GIB), 0)
-    assert host.limits(root=root).available_bytes == 4 * GIB
+    assert machine_limits.limits(root=root).available_bytes == 4 * GIB
 
 
 def test_a_limit_above_the_ram_does_not_hide_the_ram(root: Path) -> None:
     """The smaller of RAM and cgroup counts."""
     v2(root, "/job")
     v2_files(root, "sys/fs/cgroup/job", str(1024 * GIB), 0)
-    assert host.limits(root=root).available_bytes == 64 * GIB
+    assert machine_limits.limits(root=root).available_bytes == 64 * GIB
 
 
 # -- memlock --------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def test_memlock_bounds_a_process_without_the_capability(root: Path, backend: st
     """8 MiB, as containers have by default, is the bound, less what is locked already."""
     write(root, "proc/self/limits", memlock_line("8388608"))
     write(root, "proc/self/status", NO_CAPABILITY.replace("       0", "    1024"))
-    limits = host.limits(root=root, pin_backend=backend)
+    limits = machine_limits.limits(root=root, pin_backend=backend)
     assert limits.pinnable_bytes == 7 << 20
     found = bound(limits, "memlock")
     assert found is not None
@@ -265,7 +266,7 @@ def test_memlock_is_not_enforced_with_the_capability(root: Path) -> None:
     """CAP_IPC_LOCK lifts it."""
     write(root, "proc/self/limits", memlock_line("8388608"))
     write(root, "proc/self/status", IPC_LOCK)
-    assert bound(host.limits(root=root), "memlock") is None
+    assert bound(machine_limits.limits(root=root), "memlock") is None
 
 
 def test_the_capability_of_a_rootless_container_does_not_lift_memlock(root: Path) -> None:
@@ -273,28 +274,28 @@ def test_the_capability_of_a_rootless_container_does_not_lift_memlock(root: Path
     write(root, "proc/self/limits", memlock_line("8388608"))
     write(root, "proc/self/status", IPC_LOCK)
     write(root, "proc/self/uid_map", "         0       1000          1\n")
-    assert host.limits(root=root).pinnable_bytes == 8 << 20
+    assert machine_limits.limits(root=root).pinnable_bytes == 8 << 20
 
 
 def test_unlimited_memlock_is_no_bound(root: Path) -> None:
     """`unlimited` sets none."""
-    assert bound(host.limits(root=root), "memlock") is None
+    assert bound(machine_limits.limits(root=root), "memlock") is None
 
 
 def test_memlock_does_not_bound_what_the_driver_pins(root: Path) -> None:
     """The kernel does not charge an accelerator driver's pinning to RLIMIT_MEMLOCK."""
     write(root, "proc/self/limits", memlock_line("8388608"))
-    assert bound(host.limits(root=root, pin_backend="torch"), "memlock") is None
+    assert bound(machine_limits.limits(root=root, pin_backend="torch"), "memlock") is None
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_MEMLOCK in /proc is Linux's")
 def test_the_real_soft_limit_is_the_one_reported() -> None:
     """The kernel's own /proc/self/limits is understood: a child lowers its limit and finds it."""
     code = (
-        "import resource, re; from autotune_offload import host\n"
+        "import resource, re; from autotune_offload.machine import limits\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
-        "host._may_lock_any_amount = lambda root: False\n"
-        "print([limit.bytes for limit in host.limits().bounds if limit.name == 'memlock'])\n"
+        "limits._may_lock_any_amount = lambda root: False\n"
+        "print([limit.bytes for limit in limits.limits().bounds if limit.name == 'memlock'])\n"
     )
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CHECKOUT
@@ -312,7 +313,7 @@ def test_a_process_bound_to_one_node_of_two_is_limited_to_its_memory(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5}, raising=False)
     node(root, 0, "0-3", 30 * GIB)
     node(root, 1, "4-7", 12 * GIB, inactive_bytes=4 * GIB)
-    found = bound(host.limits(root=root, ranks_per_host=4), "numa")
+    found = bound(machine_limits.limits(root=root, ranks_per_host=4), "numa")
     assert found is not None
     assert found.bytes == (16 * GIB - int(1.6 * GIB)) // 2
     assert "node1/meminfo" in found.source
@@ -327,7 +328,7 @@ def test_a_process_that_may_run_on_two_nodes_is_not_bound(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus, raising=False)
     node(root, 0, "0-3", GIB)
     node(root, 1, "4-7", GIB)
-    assert bound(host.limits(root=root), "numa") is None
+    assert bound(machine_limits.limits(root=root), "numa") is None
     facts = host.facts(root=root)
     assert not facts.numa_bound
     assert facts.numa_nodes == 2
@@ -406,13 +407,13 @@ def test_facts_of_this_host_agree_with_each_other() -> None:
     facts = host.facts()
     assert 1 <= facts.affinity_cpus <= facts.cpu_count
     assert facts.cpu_model
-    assert facts.ram_bytes > host.limits().available_bytes
+    assert facts.ram_bytes > machine_limits.limits().available_bytes
     assert facts.page_bytes in (4096, 16384, 65536)
 
 
 def test_versions_come_without_importing_the_packages() -> None:
     """Reading them loads neither torch nor deepspeed."""
-    code = "import sys; from autotune_offload import host; print(host.software().torch, 'torch' in sys.modules, 'deepspeed' in sys.modules)"  # noqa: E501 - one line of code
+    code = "import sys; from autotune_offload.machine import host; print(host.software().torch, 'torch' in sys.modules, 'deepspeed' in sys.modules)"  # noqa: E501 - one line of code
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CHECKOUT
     )
@@ -443,26 +444,26 @@ def test_absent_packages_have_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_reported_block_of_129_5_mb_takes_256() -> None:
     """The case of pytorch#150517."""
-    assert host.pinned_block_bytes(int(129.5 * (1 << 20))) == 256 << 20
+    assert machine_limits.pinned_block_bytes(int(129.5 * (1 << 20))) == 256 << 20
 
 
 @given(st.integers(1, 1 << 44))
 def test_a_block_is_the_next_power_of_two(requested: int) -> None:
     """At least what was asked for, less than twice as much, a power of two."""
-    block = host.pinned_block_bytes(requested)
+    block = machine_limits.pinned_block_bytes(requested)
     assert block & (block - 1) == 0
     assert requested <= block < 2 * requested
 
 
 def test_an_empty_block_takes_nothing() -> None:
     """0 bytes need no memory, and no blocks none either."""
-    assert host.pinned_block_bytes(0) == 0
-    assert host.pinning_peak_bytes([]) == 0
+    assert machine_limits.pinned_block_bytes(0) == 0
+    assert machine_limits.pinning_peak_bytes([]) == 0
 
 
 def test_the_peak_holds_the_largest_block_twice() -> None:
     """Rounded blocks, plus the original of the largest while it is copied."""
-    assert host.pinning_peak_bytes([3 * GIB, GIB]) == 4 * GIB + GIB + 3 * GIB
+    assert machine_limits.pinning_peak_bytes([3 * GIB, GIB]) == 4 * GIB + GIB + 3 * GIB
 
 
 def limits_of(pinnable: int, available: int, name: str = "cgroup") -> Limits:
@@ -473,12 +474,12 @@ def limits_of(pinnable: int, available: int, name: str = "cgroup") -> Limits:
 
 def test_blocks_that_fit_exactly_are_accepted() -> None:
     """No complaint at the very limit; an iterator may be given."""
-    assert host.check_pinned(iter([GIB, GIB]), limits_of(2 * GIB, 3 * GIB)) is None
+    assert machine_limits.check_pinned(iter([GIB, GIB]), limits_of(2 * GIB, 3 * GIB)) is None
 
 
 def test_the_rounding_is_what_makes_blocks_too_large() -> None:
     """5 GiB fit 6 GiB, but torch takes 8: the sentence has both numbers, the source and the way out."""
-    sentence = host.check_pinned([5 * GIB], limits_of(6 * GIB, 64 * GIB))
+    sentence = machine_limits.check_pinned([5 * GIB], limits_of(6 * GIB, 64 * GIB))
     assert sentence is not None
     for part in ("8.59 GB", "6.44 GB", "cgroup", "/the/source", "do this"):
         assert part in sentence
@@ -486,7 +487,7 @@ def test_the_rounding_is_what_makes_blocks_too_large() -> None:
 
 def test_the_second_copy_is_what_does_not_fit() -> None:
     """The locked 4 GiB fit, but not beside the 4 GiB that they are copied from."""
-    sentence = host.check_pinned([4 * GIB], limits_of(6 * GIB, 7 * GIB))
+    sentence = machine_limits.check_pinned([4 * GIB], limits_of(6 * GIB, 7 * GIB))
     assert sentence is not None
     assert "8.59 GB" in sentence
     assert "7.52 GB" in sentence
@@ -494,8 +495,8 @@ def test_the_second_copy_is_what_does_not_fit() -> None:
 
 def test_the_users_bound_does_not_count_the_second_copy(root: Path) -> None:
     """max_pinned_bytes bounds what is locked: a block of just that size is allowed."""
-    assert host.check_pinned([GIB], host.limits(root=root, max_pinned_bytes=GIB)) is None
-    sentence = host.check_pinned([GIB + 1], host.limits(root=root, max_pinned_bytes=GIB))
+    assert machine_limits.check_pinned([GIB], machine_limits.limits(root=root, max_pinned_bytes=GIB)) is None
+    sentence = machine_limits.check_pinned([GIB + 1], machine_limits.limits(root=root, max_pinned_bytes=GIB))
     assert sentence is not None
     assert "max_pinned_bytes" in sentence
 
@@ -509,16 +510,18 @@ def test_a_loaded_package_says_its_own_version(name: str) -> None:
 
 def test_what_is_pinned_in_any_case_takes_its_part(root: Path) -> None:
     """A block that fits alone does not fit beside it; the sentence tells the part."""
-    assert host.check_pinned([GIB], limits_of(3 * GIB, 64 * GIB)) is None
-    sentence = host.check_pinned([GIB], limits_of(3 * GIB, 64 * GIB), in_any_case_bytes=[4 * GIB - 1])
+    assert machine_limits.check_pinned([GIB], limits_of(3 * GIB, 64 * GIB)) is None
+    sentence = machine_limits.check_pinned(
+        [GIB], limits_of(3 * GIB, 64 * GIB), in_any_case_bytes=[4 * GIB - 1]
+    )
     assert sentence is not None
     assert "needs 5.37 GB" in sentence and "4.29 GB of it DeepSpeed locks in any case" in sentence
 
 
 def test_what_the_run_holds_beside_the_blocks_counts_as_memory() -> None:
     """It is not locked, so it counts for the memory alone."""
-    assert host.check_pinned([GIB], limits_of(GIB, 3 * GIB), beside_bytes=GIB) is None
-    sentence = host.check_pinned([GIB], limits_of(GIB, 3 * GIB), beside_bytes=GIB + 1)
+    assert machine_limits.check_pinned([GIB], limits_of(GIB, 3 * GIB), beside_bytes=GIB) is None
+    sentence = machine_limits.check_pinned([GIB], limits_of(GIB, 3 * GIB), beside_bytes=GIB + 1)
     assert sentence is not None and "optimizer state" in sentence
 
 
@@ -539,8 +542,8 @@ def test_ranks_of_a_host_are_those_of_the_launcher_or_of_the_devices(
     monkeypatch: pytest.MonkeyPatch, told: dict[str, str], world_size: int, devices: int, here: int
 ) -> None:
     """Never more than there are ranks, never less than one."""
-    for name in host._LOCAL_SIZES:
+    for name in machine_limits._LOCAL_SIZES:
         monkeypatch.delenv(name, raising=False)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert host.ranks_here(world_size, devices) == here
+    assert machine_limits.ranks_here(world_size, devices) == here

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autotune_offload import folders, kernel
+from autotune_offload import places
+from autotune_offload.machine import host_pass
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,14 +32,14 @@ def _compiled_anew() -> Iterator[None]:
 
 def forget() -> None:
     """As if the process had just started."""
-    kernel._library.cache_clear()
-    kernel._one_pass.cache_clear()
+    host_pass._library.cache_clear()
+    host_pass._one_pass.cache_clear()
 
 
 def widened(source: Tensor) -> tuple[Tensor, float]:
     """What `widen` writes, in memory that held something else, and what it returns."""
     destination = torch.full((source.numel(),), 3.5)
-    squares = kernel.widen(destination, source)
+    squares = host_pass.widen(destination, source)
     return destination, squares
 
 
@@ -82,7 +83,7 @@ def test_tails_and_misaligned_starts_are_like_the_rest(dtype: torch.dtype) -> No
         for start in range(17):
             guarded = torch.full((length + 2,), 7.0)
             source = values[start : start + length]
-            squares = kernel.widen(guarded[1 : 1 + length], source)
+            squares = host_pass.widen(guarded[1 : 1 + length], source)
             assert torch.equal(bits(guarded[1 : 1 + length]), bits(source.float()))
             assert guarded[0] == guarded[-1] == 7.0
             assert squares == pytest.approx(float(source.double().pow(2).sum()), rel=1e-13)
@@ -113,7 +114,7 @@ def test_fused_and_in_pieces_are_the_same(values: list[float], dtype: torch.dtyp
     source = torch.tensor(values, dtype=torch.float32).to(dtype)[start:]
     fused, squares = widened(source)
     pieces = torch.empty(source.numel())
-    other = kernel.in_pieces(pieces, source)
+    other = host_pass.in_pieces(pieces, source)
     assert torch.equal(bits(fused), bits(pieces))
     assert squares == pytest.approx(other, rel=1e-13)
 
@@ -129,14 +130,14 @@ def test_infinities_and_nan_show_in_the_norm() -> None:
 
 def test_this_machine_has_the_fused_pass() -> None:
     """Every machine that builds DeepSpeed's operations has a compiler."""
-    assert kernel.why_not_fused(torch.bfloat16) is None
-    assert kernel.why_not_fused(torch.float32) is None
+    assert host_pass.why_not_fused(torch.bfloat16) is None
+    assert host_pass.why_not_fused(torch.float32) is None
 
 
 def test_no_compiler_is_said_and_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason names what was tried; results stay the same."""
     no_compiler(monkeypatch)
-    assert "/nonexistent/cc" in str(kernel.why_not_fused(torch.bfloat16))
+    assert "/nonexistent/cc" in str(host_pass.why_not_fused(torch.bfloat16))
     destination, squares = widened(torch.tensor([1.0, 2.0, -3.0]).bfloat16())
     assert destination.tolist() == [1.0, 2.0, -3.0] and squares == 14.0
 
@@ -151,14 +152,14 @@ def test_a_compiler_that_fails_is_said_with_what_it_printed(
     )
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
-    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache"))
-    assert "out of ideas" in str(kernel.why_not_fused(torch.float32))
+    monkeypatch.setenv(places.CACHE_VARIABLE, str(tmp_path / "cache"))
+    assert "out of ideas" in str(host_pass.why_not_fused(torch.float32))
     assert list((tmp_path / "cache" / "kernels").iterdir()) == []
 
 
 def test_a_dtype_without_a_compiled_pass_is_said() -> None:
     """And still widened, by torch's operations."""
-    assert "float64" in str(kernel.why_not_fused(torch.float64))
+    assert "float64" in str(host_pass.why_not_fused(torch.float64))
     assert widened(torch.tensor([2.0], dtype=torch.float64))[1] == 4.0
 
 
@@ -177,7 +178,7 @@ def test_a_dtype_without_a_compiled_pass_is_said() -> None:
 def test_memory_that_is_not_as_expected_is_refused(destination: Tensor, source: Tensor) -> None:
     """Before anything is written past its end."""
     with pytest.raises(ValueError, match="expected"):
-        kernel.widen(destination, source)
+        host_pass.widen(destination, source)
 
 
 # -- where the compiled form lies -----------------------------------------------------------------
@@ -186,13 +187,13 @@ def test_memory_that_is_not_as_expected_is_refused(destination: Tensor, source: 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An own cache folder, not there yet."""
-    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "profiles"))
+    monkeypatch.setenv(places.CACHE_VARIABLE, str(tmp_path / "profiles"))
     return tmp_path / "profiles"
 
 
 def loaded_from() -> Path:
     """Where the compiled pass was put."""
-    library = kernel._library()
+    library = host_pass._library()
     assert not isinstance(library, str), library
     return Path(str(library._name))
 
@@ -250,17 +251,17 @@ def test_a_cache_that_cannot_be_made_does_no_harm(cache: Path) -> None:
 
 SCRIPT = """
 import torch
-from autotune_offload import kernel
+from autotune_offload.machine import host_pass
 destination = torch.empty(3)
-assert kernel.widen(destination, torch.tensor([1.0, 2.0, 3.0]).bfloat16()) == 14.0
-print(kernel.why_not_fused(torch.bfloat16))
+assert host_pass.widen(destination, torch.tensor([1.0, 2.0, 3.0]).bfloat16()) == 14.0
+print(host_pass.why_not_fused(torch.bfloat16))
 """
 
 
 @pytest.mark.slow
 def test_processes_that_compile_at_the_same_time_do_no_harm(cache: Path) -> None:
     """Each gets a working library, and one file stays."""
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), folders.CACHE_VARIABLE: str(cache)}
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), places.CACHE_VARIABLE: str(cache)}
     processes = [
         subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune_offload import folders, machines, shipped
-from autotune_offload.described import machine_from
+from autotune_offload import places
+from autotune_offload.api.probe import probe
+from autotune_offload.described import machine as described_machine
+from autotune_offload.described.from_profile import machine_from
+from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.errors import ConfigError
-from autotune_offload.probing import probe
 from autotune_offload.records import Profile
-from autotune_offload.simulated import SimulatedDevice
 from benchmarks import bucket, regret, reported
 from tests.factories import make_profile
 
@@ -26,7 +27,7 @@ each_machine = pytest.mark.parametrize("name", SHIPPED)
 
 def plain(name: str = "t4_pcie3") -> dict[str, Any]:
     """A shipped description as its file holds it."""
-    found = yaml.safe_load(shipped.config_file("machines", f"{name}.yaml").read_text(encoding="utf-8"))
+    found = yaml.safe_load(places.config_file("machines", f"{name}.yaml").read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
 
@@ -36,15 +37,17 @@ def plain(name: str = "t4_pcie3") -> dict[str, Any]:
 
 def test_the_shipped_machines_are_these() -> None:
     """Eleven descriptions come with the package."""
-    assert list(machines.names()) == SHIPPED
+    assert list(described_machine.names()) == SHIPPED
 
 
 @each_machine
 def test_every_source_says_the_number_that_is_used(name: str) -> None:
     """A number and the value in its source are the same, and each has a URL and one of the known kinds."""
     described = plain(name)
-    machine = machines.load(name)
-    held = dict(machines.numbers({key: value for key, value in described.items() if key != "sources"}))
+    machine = described_machine.load(name)
+    held = dict(
+        described_machine.numbers({key: value for key, value in described.items() if key != "sources"})
+    )
     assert machine.name == name
     assert {source.field: held[source.field] for source in machine.sources} == {
         source.field: source.value for source in machine.sources
@@ -55,15 +58,15 @@ def test_every_source_says_the_number_that_is_used(name: str) -> None:
 @each_machine
 def test_a_description_survives_being_written(name: str, tmp_path: Path) -> None:
     """What `plain` gives reads back as the same machine."""
-    machine = machines.load(name)
+    machine = described_machine.load(name)
     file = tmp_path / "again.yaml"
-    file.write_text(yaml.safe_dump(machines.plain(machine)), encoding="utf-8")
-    assert machines.read(file) == machine
+    file.write_text(yaml.safe_dump(described_machine.plain(machine)), encoding="utf-8")
+    assert described_machine.read(file) == machine
 
 
 def test_the_calibrated_numbers_are_these() -> None:
     """The numbers that were fitted to the thread's reports are marked, and there are no others."""
-    calibrated = {name: machines.load(name).sourced("calibrated") for name in SHIPPED}
+    calibrated = {name: described_machine.load(name).sourced("calibrated") for name in SHIPPED}
     assert {name: fields for name, fields in calibrated.items() if fields} == {
         "gaudi2": ("sync.device_us",),
         "gh200": ("d2h.pageable_cold.bandwidth_gbps", "h2h.bandwidth_gbps"),
@@ -114,7 +117,7 @@ def test_a_description_that_cannot_be_used_says_why(
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(described), encoding="utf-8")
     with pytest.raises(ConfigError) as raised:
-        machines.read(file)
+        described_machine.read(file)
     assert said in str(raised.value)
     assert "mine.yaml" in str(raised.value)
 
@@ -127,27 +130,27 @@ def test_a_file_that_is_no_description_says_so(text: str, said: str, tmp_path: P
     file = tmp_path / "mine.yaml"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=said):
-        machines.read(file)
+        described_machine.read(file)
 
 
 def test_an_unknown_name_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A wrong name and a missing file get different words."""
-    monkeypatch.setenv(folders.MACHINES_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(places.MACHINES_VARIABLE, str(tmp_path))
     with pytest.raises(ConfigError, match=r'no machine "gh2000": expected one of a100_pcie4, .*t4_pcie3'):
-        machines.load("gh2000")
+        described_machine.load("gh2000")
     with pytest.raises(ConfigError, match="no such file"):
-        machines.load(str(tmp_path / "gh2000.yaml"))
+        described_machine.load(str(tmp_path / "gh2000.yaml"))
 
 
 def test_a_users_own_description_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files in the user's folder are known by name, and come before shipped ones."""
-    monkeypatch.setenv(folders.MACHINES_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(places.MACHINES_VARIABLE, str(tmp_path))
     for name, title in (("desk", "mine"), ("gh200", "mine too")):
         described = plain() | {"name": name, "title": title}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(described), encoding="utf-8")
-    assert machines.load("desk").title == "mine"
-    assert machines.load("gh200").title == "mine too"
-    assert list(machines.names()) == [*SHIPPED, "desk"]
+    assert described_machine.load("desk").title == "mine"
+    assert described_machine.load("gh200").title == "mine too"
+    assert list(described_machine.names()) == [*SHIPPED, "desk"]
 
 
 # -- from a profile -------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ def test_a_profile_becomes_a_machine_with_its_rates() -> None:
 @pytest.mark.parametrize("name", ["t4_pcie3", "cpu"])
 def test_a_simulated_machine_survives_the_way_through_a_profile(name: str) -> None:
     """What a probe of a described machine measures gives the description back, and the same path."""
-    machine = machines.load(name)
+    machine = described_machine.load(name)
     first = quick(machine)
     again = machine_from(first)
     assert again.d2h.pageable.bandwidth_gbps == pytest.approx(machine.d2h.pageable.bandwidth_gbps, rel=0.05)
@@ -175,7 +178,7 @@ def test_a_simulated_machine_survives_the_way_through_a_profile(name: str) -> No
     assert (second.choice.path, second.choice.cast) == (first.choice.path, first.choice.cast)
 
 
-def quick(machine: machines.Machine) -> Profile:
+def quick(machine: described_machine.Machine) -> Profile:
     """A short probe."""
     return probe(plan="quick", device=SimulatedDevice(machine))
 

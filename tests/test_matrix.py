@@ -12,7 +12,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from autotune_offload.paths import STOCK_SEQUENCES, stock_sequence
+from autotune_offload.upstream import STOCK_SEQUENCES, stock_sequence
 from tests.matrix.__main__ import CHECKOUT, GROUPS, HALF, VERSIONS, installed, run, verdict
 
 

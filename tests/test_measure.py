@@ -15,20 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autotune_offload.device import Device
 from autotune_offload.errors import BudgetError, MeasurementError, PinError
-from autotune_offload.measure import (
-    Sampled,
-    _Session,
-    check_synchronize,
-    curve,
-    interquartile_range,
-    measure,
-    pin_cost,
-    stability,
-    sync_cost,
-)
+from autotune_offload.machine.device import Device
+from autotune_offload.measure.costs import check_synchronize, pin_cost, sync_cost
+from autotune_offload.measure.curves import Sampled, Session
+from autotune_offload.measure.measure import curve, measure, stability
 from autotune_offload.records import Measurements, Plan, Transfer
+from autotune_offload.spread import interquartile_range
 from tests.fakes import DeferredDevice, FakeAccelerator, FakeAcceleratorDevice
 
 PLAN = Plan(
@@ -507,7 +500,7 @@ def sampled(plan: Plan, each: Any, share_seconds: float) -> tuple[Sampled, float
         return clock.seconds - before
 
     nothing: Any = None
-    session = _Session(clock, plan, nothing, share_seconds, torch.bfloat16, lambda words, fraction: None)
+    session = Session(clock, plan, nothing, share_seconds, torch.bfloat16, lambda words, fraction: None)
     return session.sample(run, share_seconds, warm_up=False), clock.seconds
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune_offload import shipped
+from autotune_offload import places
 from autotune_offload.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +58,7 @@ def test_an_unpacked_wheel_finds_its_own_configs(wheel: zipfile.ZipFile, tmp_pat
     """Installed from a wheel, `config_file` gives the copy inside the package."""
     wheel.extractall(tmp_path)
     name = sorted(_files_below(ROOT / "configs"))[0]
-    script = f"from autotune_offload.shipped import config_file; print(config_file({name!r}))"
+    script = f"from autotune_offload.places import config_file; print(config_file({name!r}))"
     found = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -68,13 +68,13 @@ def test_an_unpacked_wheel_finds_its_own_configs(wheel: zipfile.ZipFile, tmp_pat
 def test_a_checkout_finds_the_configs_beside_the_package() -> None:
     """In a checkout, and so for an editable install, `config_file` gives the file under configs/."""
     for name in _files_below(ROOT / "configs"):
-        assert shipped.config_file(*name.split("/")) == ROOT / "configs" / name
+        assert places.config_file(*name.split("/")) == ROOT / "configs" / name
 
 
 @pytest.mark.parametrize("parts", [("probe_plans", "no_such_plan.yaml"), ("probe_plans",), ("..", "LICENSE")])
 def test_a_file_that_is_not_shipped_is_refused_with_those_that_are(parts: tuple[str, ...]) -> None:
     """An unknown name, a folder, or a way out of configs/: ConfigError that lists what exists."""
     with pytest.raises(ConfigError) as caught:
-        shipped.config_file(*parts)
+        places.config_file(*parts)
     assert "/".join(parts) in str(caught.value)
     assert all(name in str(caught.value) for name in _files_below(ROOT / "configs"))

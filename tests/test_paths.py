@@ -14,18 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autotune_offload.device import AcceleratorDevice, Device
 from autotune_offload.errors import ConfigError, PinError
-from autotune_offload.paths import (
-    STOCK_SEQUENCES,
-    GradientPath,
-    HostThreads,
-    build,
-    destination_memory,
-    stock_sequence,
-    widen_in_place,
-)
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.machine.device import Device
+from autotune_offload.paths.build import build
+from autotune_offload.paths.path import GradientPath, destination_memory, widen_in_place
+from autotune_offload.paths.stock import stock_path
+from autotune_offload.paths.threads import HostThreads
 from autotune_offload.records import Cast, Path
+from autotune_offload.upstream import STOCK_SEQUENCES, named_sequence, stock_sequence
 from tests.fakes import DeferredDevice, junk
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -441,7 +438,7 @@ def test_stock_sequences_give_the_same_bits(
     sources = gradients(device, SIZES, dtype)
     targets = destinations(device, SIZES, "pinned" if memory == "pinned" else "direct")
     expected = [source.float() for source in sources]
-    offload = sequence.build(device, dtype, max(SIZES))
+    offload = stock_path(sequence, device, dtype, max(SIZES))
     for source, target in zip(sources, targets, strict=True):
         offload.offload(source, target)
     offload.drain()
@@ -457,7 +454,7 @@ def test_only_the_bounce_buffer_synchronizes_the_device() -> None:
     for sequence in STOCK_SEQUENCES:
         device = DeferredDevice()
         [source], [target] = gradients(device, [100], torch.bfloat16), destinations(device, [100], "direct")
-        offload = sequence.build(device, torch.bfloat16, 100)
+        offload = stock_path(sequence, device, torch.bfloat16, 100)
         for _ in range(3):
             offload.offload(source, target)
         offload.drain()
@@ -475,7 +472,7 @@ def test_a_bounce_buffer_that_cannot_be_pinned_is_pageable() -> None:
     device = DeferredDevice()
     device.largest_pin_bytes = 0
     [source], [target] = gradients(device, [100], torch.bfloat16), destinations(device, [100], "direct")
-    offload = next(s for s in STOCK_SEQUENCES if s.name == "bounce_buffer").build(device, torch.bfloat16, 100)
+    offload = stock_path(named_sequence("bounce_buffer"), device, torch.bfloat16, 100)
     offload.offload(source, target)
     offload.drain()
     offload.close()

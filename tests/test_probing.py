@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 
-from autotune_offload import decide, host, measure, probing
-from autotune_offload.device import AcceleratorDevice
-from autotune_offload.ds_config import Settings
+from autotune_offload.api import probe
+from autotune_offload.decide import decide
 from autotune_offload.errors import BudgetError, ConfigError
-from autotune_offload.records import (
-    SCHEMA,
-    Limits,
-    Profile,
-    from_plain,
-    to_plain,
-)
-from autotune_offload.store import Miss, Store
+from autotune_offload.machine import host
+from autotune_offload.machine import limits as machine_limits
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.measure import measure
+from autotune_offload.profiles import lookup
+from autotune_offload.profiles.store import Miss, Store
+from autotune_offload.records import SCHEMA, Limits, Profile, Settings, from_plain, to_plain
 from tests.factories import make_profile, make_workload
 
 CONTRACT = {
@@ -47,7 +45,7 @@ class Probed:
         self.progress: list[tuple[str, float]] = []
         device = AcceleratorDevice()
         started = time.perf_counter()
-        self.profile = probing.probe(
+        self.profile = probe.probe(
             workload=make_workload(),
             budget_seconds=1,
             device=device,
@@ -68,7 +66,7 @@ def probed() -> Probed:
 @pytest.mark.parametrize("name", ["quick", "standard", "thorough"])
 def test_shipped_plans_load_and_are_sane(name: str) -> None:
     """Sizes grow, samples have room, and the trials get a part of the budget."""
-    plan = probing.load_plan(name)
+    plan = probe.load_plan(name)
     assert plan.name == name
     assert 0 < plan.measure_share < 1
     assert 0 < plan.smallest_bytes < plan.largest_bytes
@@ -82,7 +80,7 @@ def test_shipped_plans_load_and_are_sane(name: str) -> None:
 
 def test_longer_plans_measure_more() -> None:
     """Quick, standard, thorough: budget, samples and finalists never fall."""
-    plans = [probing.load_plan(name) for name in ("quick", "standard", "thorough")]
+    plans = [probe.load_plan(name) for name in ("quick", "standard", "thorough")]
     for field in ("budget_seconds", "max_samples", "finalists", "trial_bytes", "largest_bytes"):
         values = [getattr(plan, field) for plan in plans]
         assert values == sorted(values), field
@@ -91,30 +89,30 @@ def test_longer_plans_measure_more() -> None:
 
 def test_a_budget_replaces_the_plans_own() -> None:
     """Nothing else of the plan changes."""
-    plan = probing.load_plan("quick", 0.5)
-    assert plan == dataclasses.replace(probing.load_plan("quick"), budget_seconds=0.5)
+    plan = probe.load_plan("quick", 0.5)
+    assert plan == dataclasses.replace(probe.load_plan("quick"), budget_seconds=0.5)
 
 
 @pytest.mark.parametrize("budget", [0.0, -1.0, 0.19, float("inf"), float("nan")])
 def test_a_budget_that_measures_nothing_is_refused(budget: float) -> None:
     """The error says what was given and what is the least."""
     with pytest.raises(BudgetError, match=r"a budget of .* s; expected at least 0.2 s"):
-        probing.load_plan("standard", budget)
+        probe.load_plan("standard", budget)
 
 
 def test_an_unknown_plan_is_refused() -> None:
     """The error lists those that are shipped."""
     with pytest.raises(ConfigError, match=r"no shipped file 'probe_plans/fast.yaml'.*standard.yaml"):
-        probing.load_plan("fast")
+        probe.load_plan("fast")
 
 
 def test_a_broken_plan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the file and what is wrong in it."""
     file = tmp_path / "plan.yaml"
     file.write_text("name: broken\nbudget_seconds: soon\n")
-    monkeypatch.setattr(probing, "config_file", lambda *parts: file)
+    monkeypatch.setattr(probe, "config_file", lambda *parts: file)
     with pytest.raises(ConfigError, match=r'probe plan ".*plan.yaml" cannot be used: .*budget_seconds'):
-        probing.load_plan("broken")
+        probe.load_plan("broken")
 
 
 # -- the whole probe ------------------------------------------------------------------------------
@@ -129,7 +127,7 @@ def test_a_probe_round_trips_through_the_store(probed: Probed, tmp_path: Path) -
     """A saved one is found again for the same environment, its decision unchanged."""
     store = Store(tmp_path)
     store.save(probed.profile)
-    found = probing.lookup(store, make_workload())
+    found = lookup.lookup(store, make_workload())
     assert isinstance(found, Profile)
     assert found.choice == probed.profile.choice
     assert [c.rejected for c in found.candidates] == [c.rejected for c in probed.profile.candidates]
@@ -222,7 +220,7 @@ def test_an_interrupt_leaves_device_and_collector_as_they_were(
     try:
         (gc.enable if collecting else gc.disable)()
         with pytest.raises(type(error)):
-            probing.probe(workload=make_workload(), device=device)
+            probe.probe(workload=make_workload(), device=device)
         assert gc.isenabled() is collecting
     finally:
         (gc.enable if before else gc.disable)()
@@ -244,9 +242,9 @@ def test_the_smaller_bound_on_pinned_memory_counts(
         asked.append(max_pinned_bytes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(host, "limits", limits)
+    monkeypatch.setattr(machine_limits, "limits", limits)
     with pytest.raises(KeyboardInterrupt):
-        probing.probe(
+        probe.probe(
             workload=make_workload(), max_pinned_bytes=argument, settings=Settings(max_pinned_bytes=setting)
         )
     assert asked == [expected]
@@ -259,7 +257,7 @@ def test_the_smaller_bound_on_pinned_memory_counts(
 def stored(tmp_path: Path) -> Store:
     """A store with a profile of this environment, for a workload of its own."""
     device, workload = AcceleratorDevice(), make_workload(dtype="float16")
-    present = probing.present_fingerprint(device, workload, Settings())
+    present = lookup.present_fingerprint(device, workload, Settings())
     store = Store(tmp_path)
     store.save(make_profile(fingerprint=present, workload=workload, transfers=()))
     return store
@@ -267,14 +265,14 @@ def stored(tmp_path: Path) -> Store:
 
 def test_lookup_without_a_workload_takes_any(stored: Store) -> None:
     """The newest that was decided for any model on this host."""
-    assert isinstance(probing.lookup(stored, None), Profile)
+    assert isinstance(lookup.lookup(stored, None), Profile)
 
 
 def test_lookup_with_a_workload_wants_its_class(stored: Store) -> None:
     """Another model's profile is a miss that names the field; the same class is a hit."""
-    miss = probing.lookup(stored, make_workload())
+    miss = lookup.lookup(stored, make_workload())
     assert isinstance(miss, Miss) and miss.differs == ("workload",)
-    assert isinstance(probing.lookup(stored, make_workload(dtype="float16")), Profile)
+    assert isinstance(lookup.lookup(stored, make_workload(dtype="float16")), Profile)
 
 
 def test_lookup_without_a_workload_still_wants_this_host(
@@ -283,5 +281,5 @@ def test_lookup_without_a_workload_still_wants_this_host(
     """Only the workload may differ."""
     facts = dataclasses.replace(host.facts(), cpu_model="another")
     monkeypatch.setattr(host, "facts", lambda: facts)
-    miss = probing.lookup(stored, None)
+    miss = lookup.lookup(stored, None)
     assert isinstance(miss, Miss) and miss.differs == ("host.cpu_model",)

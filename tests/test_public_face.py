@@ -14,15 +14,15 @@ import pytest
 import autotune_offload
 
 PUBLIC = {
-    "initialize": "autotune_offload.api",
-    "install": "autotune_offload.wrapping",
-    "load_profile": "autotune_offload.api",
-    "probe": "autotune_offload.probing",
-    "report": "autotune_offload.api",
-    "tune_config": "autotune_offload.api",
+    "initialize": "autotune_offload.api.initialize",
+    "install": "autotune_offload.api.install",
+    "load_profile": "autotune_offload.api.initialize",
+    "probe": "autotune_offload.api.probe",
+    "report": "autotune_offload.api.report",
+    "tune_config": "autotune_offload.api.initialize",
     "AgreementError": "autotune_offload.errors",
-    "uninstall": "autotune_offload.wrapping",
-    "zero_init": "autotune_offload.api",
+    "uninstall": "autotune_offload.api.install",
+    "zero_init": "autotune_offload.api.initialize",
     "AutotuneError": "autotune_offload.errors",
     "BudgetError": "autotune_offload.errors",
     "ConfigError": "autotune_offload.errors",
@@ -87,7 +87,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
     """Importing a module never hides a public function: `autotune_offload.probe` stays callable."""
-    script = "import json, autotune_offload.probing\nprint(json.dumps(callable(autotune_offload.probe)))"
+    script = "import json, autotune_offload.api.probe\nprint(json.dumps(callable(autotune_offload.probe)))"
     assert _in_child(script) is True
     modules = {path.stem for path in Path(autotune_offload.__file__).parent.iterdir()}
     assert modules.isdisjoint(set(autotune_offload.__all__) - {"__version__"})

@@ -20,9 +20,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autotune_offload import ds_config, machines, shipped
+from autotune_offload import places, records
+from autotune_offload.config import block as config_block
+from autotune_offload.config import reading
+from autotune_offload.described import machine
 from autotune_offload.errors import AutotuneError, ConfigError, ProfileError
-from autotune_offload.store import Store
+from autotune_offload.profiles.store import Store
 from tests.factories import make_profile
 
 CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
@@ -38,7 +41,7 @@ def stored_text() -> str:
 
 
 PROFILE = stored_text()
-MACHINE = shipped.config_file("machines", "t4_pcie3.yaml").read_text()
+MACHINE = places.config_file("machines", "t4_pcie3.yaml").read_text()
 CONFIG = CONFIGS[0].read_text()
 
 MARKS = """' " { } [ ] , # &a *a !!int !x << | > null ~ .nan -.inf 1e999 0x 1:2:3 2026-99-99 true = // /*""".split()
@@ -118,12 +121,12 @@ def test_any_bytes_are_a_machine_or_a_config_error(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mine.yaml"
         file.write_bytes(content)
-        read_within_a_second(lambda: machines.read(file), ConfigError)
+        read_within_a_second(lambda: machine.read(file), ConfigError)
 
 
-def settings_in(source: object) -> ds_config.Settings:
+def settings_in(source: object) -> records.Settings:
     """A configuration is read and our block in it checked."""
-    return ds_config.settings(ds_config.read(source))
+    return config_block.settings(reading.read(source))
 
 
 @given(content=contents(CONFIG))
@@ -143,14 +146,14 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-keys = st.sampled_from([*ds_config._CHECKS, "bufer_bytes", ""])
+keys = st.sampled_from([*config_block._CHECKS, "bufer_bytes", ""])
 
 
 @given(block=st.dictionaries(keys, values) | values)
 @fuzzing
 def test_any_block_of_ours_is_settings_or_a_config_error(block: Any) -> None:
     """Whatever the values are."""
-    read_within_a_second(lambda: ds_config.settings({ds_config.BLOCK: block}), ConfigError)
+    read_within_a_second(lambda: config_block.settings({config_block.BLOCK: block}), ConfigError)
 
 
 LARGE = {
@@ -180,8 +183,8 @@ def test_a_large_configuration_is_read_or_refused_within_a_second(name: str, tmp
         os.truncate(file, 1 << 30)
     else:
         file.write_text(text)
-        read_within_a_second(lambda: ds_config.read(text), ConfigError)
-    read_within_a_second(lambda: ds_config.read(file), ConfigError)
+        read_within_a_second(lambda: reading.read(text), ConfigError)
+    read_within_a_second(lambda: reading.read(file), ConfigError)
 
 
 def test_a_configuration_that_holds_itself_is_refused() -> None:
@@ -189,18 +192,18 @@ def test_a_configuration_that_holds_itself_is_refused() -> None:
     config: dict[str, Any] = {"zero_optimization": {}}
     config["zero_optimization"]["again"] = config
     with pytest.raises(ConfigError, match="nested too deeply"):
-        ds_config.read(config)
+        reading.read(config)
 
 
 def test_an_endless_device_is_refused() -> None:
     """What has no end is read up to the limit."""
-    read_within_a_second(lambda: ds_config.read("/dev/zero"), ConfigError)
+    read_within_a_second(lambda: reading.read("/dev/zero"), ConfigError)
     with pytest.raises(ConfigError):
-        ds_config.read("/dev/zero")
+        reading.read("/dev/zero")
 
 
 def test_valid_files_are_still_read() -> None:
     """The fuzzing starts from files that pass."""
-    assert ds_config.read(CONFIGS[0])
-    assert machines.parse(machines.plain(machines.load("t4_pcie3"))).name == "t4_pcie3"
-    assert json.dumps(ds_config.read(CONFIG))
+    assert reading.read(CONFIGS[0])
+    assert machine.parse(machine.plain(machine.load("t4_pcie3"))).name == "t4_pcie3"
+    assert json.dumps(reading.read(CONFIG))

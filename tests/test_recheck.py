@@ -12,12 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from autotune_offload import host, machines, measure, probing
-from autotune_offload.device import AcceleratorDevice
-from autotune_offload.recheck import MOST_BYTES, MOST_SECONDS, doubt
+from autotune_offload.api import probe
+from autotune_offload.described import machine as described_machine
+from autotune_offload.described.simulated import SimulatedDevice
+from autotune_offload.machine import host
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.measure import measure
+from autotune_offload.profiles.recheck import MOST_BYTES, MOST_SECONDS, doubt
+from autotune_offload.profiles.store import Miss
 from autotune_offload.records import Limits, Profile, Transfer
-from autotune_offload.simulated import SimulatedDevice
-from autotune_offload.store import Miss
 from tests.factories import make_choice, make_profile
 from tests.fakes import DeferredDevice
 
@@ -25,7 +28,7 @@ PLENTY = Limits(available_bytes=1 << 50, pinnable_bytes=1 << 50)
 UNPINNED = make_choice(path="direct", pin_optimizer=False, pin_parameters=False)
 
 
-def with_link(machine: machines.Machine, part: float) -> machines.Machine:
+def with_link(machine: described_machine.Machine, part: float) -> described_machine.Machine:
     """The same machine with a part of its rates to host memory."""
     lines = {
         name: msgspec.structs.replace(line, bandwidth_gbps=line.bandwidth_gbps * part)
@@ -36,13 +39,13 @@ def with_link(machine: machines.Machine, part: float) -> machines.Machine:
 
 
 @pytest.fixture(scope="module", params=["t4_pcie3", "gh200", "cpu"])
-def stored(request: pytest.FixtureRequest) -> tuple[machines.Machine, Profile]:
+def stored(request: pytest.FixtureRequest) -> tuple[described_machine.Machine, Profile]:
     """A described machine, and the profile of a quick probe on it."""
-    machine = machines.load(request.param)
-    return machine, probing.probe(plan="quick", budget_seconds=0.5, device=SimulatedDevice(machine))
+    machine = described_machine.load(request.param)
+    return machine, probe.probe(plan="quick", budget_seconds=0.5, device=SimulatedDevice(machine))
 
 
-def test_an_unchanged_machine_passes(stored: tuple[machines.Machine, Profile]) -> None:
+def test_an_unchanged_machine_passes(stored: tuple[described_machine.Machine, Profile]) -> None:
     """With noise of 10 % too, and long before its time is over."""
     machine, profile = stored
     for seed in range(10):
@@ -52,13 +55,15 @@ def test_an_unchanged_machine_passes(stored: tuple[machines.Machine, Profile]) -
         assert device.now() - before < MOST_SECONDS / 4
 
 
-def test_half_the_rate_passes(stored: tuple[machines.Machine, Profile]) -> None:
+def test_half_the_rate_passes(stored: tuple[described_machine.Machine, Profile]) -> None:
     """Ranks that start at once share a link."""
     machine, profile = stored
     assert doubt(profile, SimulatedDevice(with_link(machine, 0.5)), PLENTY) is None
 
 
-def test_a_much_slower_link_is_found_with_both_times(stored: tuple[machines.Machine, Profile]) -> None:
+def test_a_much_slower_link_is_found_with_both_times(
+    stored: tuple[described_machine.Machine, Profile],
+) -> None:
     """The time for it is bounded, and what was seen is kept."""
     machine, profile = stored
     device = SimulatedDevice(with_link(machine, 0.1))
@@ -70,7 +75,7 @@ def test_a_much_slower_link_is_found_with_both_times(stored: tuple[machines.Mach
 
 
 def test_what_led_to_a_new_profile_does_not_lead_to_another(
-    stored: tuple[machines.Machine, Profile],
+    stored: tuple[described_machine.Machine, Profile],
 ) -> None:
     """A start that is always slow costs one measurement, though that one was as fast as the first."""
     machine, profile = stored
@@ -83,11 +88,10 @@ def test_what_led_to_a_new_profile_does_not_lead_to_another(
 
 def test_a_probe_keeps_what_the_recheck_saw() -> None:
     """It is in the new profile, for the next start."""
-    device = SimulatedDevice(machines.load("t4_pcie3"))
+    device = SimulatedDevice(described_machine.load("t4_pcie3"))
     missed = Miss(reason="changed", rechecked_seconds=0.25)
     assert (
-        probing.probe(plan="quick", budget_seconds=0.5, device=device, missed=missed).rechecked_seconds
-        == 0.25
+        probe.probe(plan="quick", budget_seconds=0.5, device=device, missed=missed).rechecked_seconds == 0.25
     )
 
 
@@ -149,7 +153,7 @@ def test_the_pinned_block_is_given_back() -> None:
 def here() -> Profile:
     """A profile with this machine's own pageable curve."""
     device = AcceleratorDevice()
-    plan = probing.load_plan("quick", 1.0)
+    plan = probe.load_plan("quick", 1.0)
     points = measure.curve(
         device,
         plan,

@@ -12,10 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune_offload import machines, probing, rehearsal
-from autotune_offload.device import AcceleratorDevice
-from autotune_offload.rehearsal import Rehearsed, rehearse, sizes
-from autotune_offload.simulated import Faults, SimulatedDevice
+from autotune_offload.api import probe
+from autotune_offload.described import machine
+from autotune_offload.described.simulated import Faults, SimulatedDevice
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.measure import rehearsal
+from autotune_offload.measure.rehearsal import Rehearsed, rehearse, sizes
 from tests.reliability import devices
 
 BLOCKS = sizes(4 << 20)
@@ -85,8 +87,8 @@ def test_a_device_that_no_other_process_could_make_is_not_rehearsed() -> None:
 @pytest.mark.parametrize("above", [0, 1 << 20])
 def test_a_probe_of_a_device_whose_pinned_copies_hang_chooses_without_them(above: int) -> None:
     """The probe ends, uses what does not hang, and says what did."""
-    device = SimulatedDevice(machines.load("gh200"), faults=Faults(pinned_copy_hangs_above_bytes=above))
-    profile = probing.probe(plan="quick", budget_seconds=0.5, device=device)
+    device = SimulatedDevice(machine.load("gh200"), faults=Faults(pinned_copy_hangs_above_bytes=above))
+    profile = probe.probe(plan="quick", budget_seconds=0.5, device=device)
     assert profile.choice.path != "pinned" and not profile.choice.pin_optimizer
     assert profile.pin.largest_bytes == above and not profile.pin.capped
     assert "never completes" in str(profile.pin.reason)
@@ -97,7 +99,7 @@ def test_a_probe_of_a_device_whose_pinned_copies_hang_chooses_without_them(above
 def test_a_twin_is_as_the_device_itself() -> None:
     """The same machine, ranks and faults; its own clock."""
     faults = Faults(pin_fails_above_bytes=1 << 20)
-    device = SimulatedDevice(machines.load("gaudi2"), ranks=4, rank=2, faults=faults, noise=0.2)
+    device = SimulatedDevice(machine.load("gaudi2"), ranks=4, rank=2, faults=faults, noise=0.2)
     device.synchronize()
     twin = device.twin()
     assert (twin.machine, twin.ranks, twin.faults, twin.identity) == (

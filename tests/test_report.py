@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autotune_offload import charts, machines, page, shipped, units, workload
+from autotune_offload import places, units, workload
+from autotune_offload.api.probe import probe
 from autotune_offload.cli import cli
-from autotune_offload.probing import probe
+from autotune_offload.described import machine
+from autotune_offload.described.simulated import SimulatedDevice
+from autotune_offload.profiles.store import Store
 from autotune_offload.records import Profile, to_plain
-from autotune_offload.simulated import SimulatedDevice
-from autotune_offload.store import Store
+from autotune_offload.reports import bandwidth, drawing, page
 from tests.factories import make_choice, make_profile
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -119,7 +121,7 @@ def test_accumulations_decide_where_they_were_timed() -> None:
     found = probe(
         workload=workload.from_parameter_count(50_000_000, accumulation_steps=4),
         plan="quick",
-        device=SimulatedDevice(machines.load("t4_pcie3")),
+        device=SimulatedDevice(machine.load("t4_pcie3")),
     )
     words = _words(Page(page.html([("accumulating", found)])))
     own, chosen = (next(r for r in found.accumulations if getattr(r, w)) for w in ("installed", "chosen"))
@@ -214,7 +216,7 @@ def test_every_mark_of_a_chart_says_its_values(profile: Profile, parsed: Page) -
     """Each point that was drawn has its numbers as words, for screen readers and for the pointer."""
     said = {attrs.get("aria-label", "") for _, attrs in parsed.elements}
     for each in profile.transfers:
-        name = charts.series_of(each)
+        name = bandwidth.series_of(each)
         assert any(f"{name}, {units.size(each.bytes)}: {units.rate(each.gbps)}" in one for one in said)
     assert any("staged, cast device" in one and "measured" in one for one in said)
 
@@ -231,18 +233,18 @@ def _contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("scheme", [charts.LIGHT, charts.DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("scheme", [drawing.LIGHT, drawing.DARK], ids=["light", "dark"])
 def test_every_colour_has_contrast(scheme: dict[str, str]) -> None:
     """Text has 4.5 to 1 against the paper; curves are read as text is, so they have it too."""
     for role, colour in scheme.items():
         if role not in ("paper", "grid"):
             assert _contrast(colour, scheme["paper"]) >= 4.5, role
-    assert set(scheme) == set(charts.LIGHT)
+    assert set(scheme) == set(drawing.LIGHT)
 
 
 def test_curves_differ_by_more_than_colour(profile: Profile) -> None:
     """Each curve has a shape and a dash of its own."""
-    spec = charts.bandwidth(profile, "d2h", ceiling=None, width=300, colours=charts.LIGHT)
+    spec = bandwidth.bandwidth(profile, "d2h", ceiling=None, width=300, colours=drawing.LIGHT)
     assert spec is not None
     encodings = [layer["encoding"] for layer in spec["layer"]]
     for channel in ("shape", "strokeDash"):
@@ -323,7 +325,7 @@ def test_a_file_that_is_no_profile_is_refused_in_words(tmp_path: Path, content: 
 
 def test_a_machines_description_is_told_from_a_profile(tmp_path: Path) -> None:
     """It says which command makes a profile of it."""
-    described = shipped.config_file("machines", "gh200.yaml")
+    described = places.config_file("machines", "gh200.yaml")
     code, _, problem = _run("report", described, "-o", tmp_path / "p.html")
     assert code == 1 and "simulate" in problem and "--json" in problem
 

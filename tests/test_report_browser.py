@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autotune_offload import page
+from autotune_offload.reports import page
 from tests.factories import make_choice, make_profile
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune_offload.self_report import Answers, ask
+from autotune_offload.doctor.self_report import Answers, ask
 
 WRONG = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1.5}, "train_batch_size": "auto"}
 

@@ -10,9 +10,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from autotune_offload import machines, shipped
+from autotune_offload import places
 from autotune_offload.cli import cli
-from autotune_offload.store import Store
+from autotune_offload.described import machine
+from autotune_offload.profiles.store import Store
 from tests.factories import make_profile
 from tests.test_machines import SHIPPED, plain
 
@@ -118,7 +119,7 @@ def test_a_stored_profile_becomes_a_machine_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "host.yaml"
     result = run("--from-profile", str(stored), "--write", str(file), *QUICK)
     assert result.exit_code == 0, result.output
-    assert machines.read(file).title.startswith("NVIDIA H200")
+    assert machine.read(file).title.startswith("NVIDIA H200")
     again = run("--from-profile", str(stored), "--write", str(file), *QUICK)
     assert again.exit_code == 1 and "exists already" in again.output
 
@@ -157,7 +158,7 @@ def test_an_unknown_machine_is_one_message_with_exit_1() -> None:
 def test_a_wrong_file_is_one_message_with_exit_1(tmp_path: Path) -> None:
     """The file and the key are named."""
     file = tmp_path / "mine.yaml"
-    text = shipped.config_file("machines", "cpu.yaml").read_text(encoding="utf-8")
+    text = places.config_file("machines", "cpu.yaml").read_text(encoding="utf-8")
     file.write_text(text.replace("schema: 1", "schema: 1\ncolour: red"), encoding="utf-8")
     result = run(str(file))
     assert result.exit_code == 1

@@ -13,19 +13,25 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autotune_offload import host, machines, workload
-from autotune_offload.candidates import PinRules, grid
-from autotune_offload.decide import cost_model, decide
-from autotune_offload.ds_config import Settings
+from autotune_offload import workload
+from autotune_offload.api.probe import load_plan, probe
+from autotune_offload.decide.candidates import grid
+from autotune_offload.decide.decide import cost_model, decide
+from autotune_offload.decide.verdict import Decision
+from autotune_offload.described import machine as described_machine
+from autotune_offload.described.machine import Machine
+from autotune_offload.described.simulated import Faults, SimulatedDevice, Speeds, speeds
 from autotune_offload.errors import ConfigError, DeviceError, MeasurementError, PinError
-from autotune_offload.machines import Machine
-from autotune_offload.measure import measure
-from autotune_offload.paths import STOCK_SEQUENCES, StagedPath, build, chunks, destination_memory
-from autotune_offload.probing import load_plan, probe
-from autotune_offload.records import Candidate, Memory, Profile, Workload, histogram
-from autotune_offload.simulated import Faults, SimulatedDevice, Speeds, speeds
-from autotune_offload.trials import Bench
-from autotune_offload.verdict import Decision
+from autotune_offload.machine import limits as machine_limits
+from autotune_offload.measure.bench import Bench
+from autotune_offload.measure.measure import measure
+from autotune_offload.paths.build import build
+from autotune_offload.paths.page_locking import PinRules
+from autotune_offload.paths.path import chunks, destination_memory
+from autotune_offload.paths.ring import StagedPath
+from autotune_offload.paths.stock import stock_path
+from autotune_offload.records import Candidate, Memory, Profile, Settings, Workload, histogram
+from autotune_offload.upstream import STOCK_SEQUENCES
 from benchmarks import regret
 from tests.test_machines import SHIPPED
 
@@ -36,12 +42,14 @@ each_machine = pytest.mark.parametrize("name", SHIPPED)
 @functools.cache
 def machine(name: str = "t4_pcie3", **changes: float) -> Machine:
     """A shipped machine, some dotted numbers of which are others (dots written as two underscores)."""
-    return changed(machines.load(name), {key.replace("__", "."): value for key, value in changes.items()})
+    return changed(
+        described_machine.load(name), {key.replace("__", "."): value for key, value in changes.items()}
+    )
 
 
 def changed(described: Machine, numbers: dict[str, float]) -> Machine:
     """The same machine with other numbers, sourced to this test."""
-    plain = copy.deepcopy(machines.plain(described))
+    plain = copy.deepcopy(described_machine.plain(described))
     plain["sources"] = [source for source in plain["sources"] if source["field"] not in numbers]
     for path, value in numbers.items():
         *parents, last = path.split(".")
@@ -50,7 +58,7 @@ def changed(described: Machine, numbers: dict[str, float]) -> Machine:
             part = part.setdefault(parent, {})
         part[last] = value
         plain["sources"].append({"field": path, "value": value, "kind": "estimate", "url": "this test"})
-    return machines.parse(plain)
+    return described_machine.parse(plain)
 
 
 def simulated(name: str = "t4_pcie3", **arguments: Any) -> SimulatedDevice:
@@ -310,7 +318,7 @@ def test_every_path_gives_the_same_bits_on_every_machine(name: str) -> None:
             bench.check(build(device, candidate, bench.dtype), destination_memory(candidate.path))
             checked += 1
     for sequence in STOCK_SEQUENCES:
-        bench.check(sequence.build(device, bench.dtype, bench.largest_elements), "pageable")
+        bench.check(stock_path(sequence, device, bench.dtype, bench.largest_elements), "pageable")
     assert checked >= 3
 
 
@@ -523,7 +531,7 @@ def random_machines(draw: st.DrawFn) -> Machine:
     drawn["host.mem_gbps"] = draw(st.floats(10.0, 500.0))
     drawn["duplex.total_gbps"] = draw(bandwidths)
     drawn["sync.device_us"] = draw(latencies)
-    return changed(machines.load(draw(st.sampled_from(["t4_pcie3", "gaudi2"]))), drawn)
+    return changed(described_machine.load(draw(st.sampled_from(["t4_pcie3", "gaudi2"]))), drawn)
 
 
 few = settings(
@@ -548,7 +556,9 @@ def test_the_choice_never_exceeds_a_limit(described: Machine, power: int, parame
     profile = quick(capped, load)
     choice, rules = profile.choice, PinRules(workload=load, pin=profile.pin, limits=profile.limits)
     if choice.path == "staged":
-        assert host.check_pinned([choice.buffer_bytes * choice.buffer_count], profile.limits) is None
+        assert (
+            machine_limits.check_pinned([choice.buffer_bytes * choice.buffer_count], profile.limits) is None
+        )
         assert choice.buffer_bytes * choice.buffer_count <= 1 << power
     if choice.path == "pinned" or choice.pin_optimizer:
         assert rules.against_optimizer() is None
@@ -563,13 +573,15 @@ def test_more_bandwidth_never_makes_a_predicted_time_longer(
     described: Machine, what: str, factor: float
 ) -> None:
     """A faster link, host copy or cast makes no prediction longer, of ours or of DeepSpeed's own."""
-    plain = machines.plain(described)
+    plain = described_machine.plain(described)
     names = {
         "h2h": ["h2h.bandwidth_gbps", "h2h.threads_gbps"],
         "cast": ["cast.device_gbps", "cast.host_gbps"],
     }.get(what, [f"{what}.bandwidth_gbps"])
     roomy = {"host.mem_gbps": 10_000.0}  # so that the memory does not bind what is made faster
-    numbers = dict(machines.numbers({key: value for key, value in plain.items() if key != "sources"}))
+    numbers = dict(
+        described_machine.numbers({key: value for key, value in plain.items() if key != "sources"})
+    )
     faster = {name: numbers[name] * factor for name in names}
     slow = predictions(changed(described, roomy))
     fast = predictions(changed(described, roomy | faster))
@@ -630,7 +642,7 @@ _PINS = {"direct": 0, "staged": 1, "pinned": 2}
 @given(random_machines(), st.floats(0.985, 1.015))
 def test_a_near_tie_pins_less(described: Machine, ratio: float) -> None:
     """No path that pins less than the chosen one is within the noise of the fastest."""
-    rate = machines.plain(described)["d2h"]["pageable"]["bandwidth_gbps"]
+    rate = described_machine.plain(described)["d2h"]["pageable"]["bandwidth_gbps"]
     near = changed(
         described,
         {

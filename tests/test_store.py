@@ -1,4 +1,4 @@
-"""Tests of `autotune_offload.store`: profiles on disk, and every way in which one can be missed."""
+"""Tests of `autotune_offload.profiles.store`: profiles on disk, and every way in which one can be missed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_offload import store as store_module
 from autotune_offload.documents import MAX_BYTES, MAX_PARTS
 from autotune_offload.errors import ProfileError
-from autotune_offload.folders import CACHE_VARIABLE
+from autotune_offload.places import CACHE_VARIABLE
+from autotune_offload.profiles import store as store_module
+from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import PinCost, Profile, Scalar, from_plain, to_plain
-from autotune_offload.store import Miss, Store
 from tests.factories import make_choice, make_profile, make_workload
 
 CHECKOUT = Path(store_module.__file__).parents[1]
@@ -179,7 +179,7 @@ def test_without_libyaml_the_result_is_the_same(store: Store) -> None:
         "import sys, yaml\n"
         "del yaml.CSafeLoader, yaml.CSafeDumper\n"
         "from pathlib import Path\n"
-        "from autotune_offload.store import Store\n"
+        "from autotune_offload.profiles.store import Store\n"
         "store = Store(Path(sys.argv[1]))\n"
         "(entry,) = store.entries()\n"
         "store.save(entry.profile)\n"
@@ -534,7 +534,7 @@ def test_a_process_killed_in_the_middle_of_writing_harms_nothing(store: Store) -
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from autotune_offload.store import Store\n"
+        "from autotune_offload.profiles.store import Store\n"
         "store = Store(Path(sys.argv[1]))\n"
         "(entry,) = store.entries()\n"
         "def kill_half_way(descriptor):\n"

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autotune_offload.candidates import grid
-from autotune_offload.device import AcceleratorDevice
-from autotune_offload.ds_config import Settings
-from autotune_offload.paths import build, destination_memory
+from autotune_offload.decide.candidates import grid
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.measure.bench import Bench
+from autotune_offload.paths.build import build
+from autotune_offload.paths.path import destination_memory
+from autotune_offload.records import Settings
 from autotune_offload.testing import Calls, FakeAccelerator, FakeAcceleratorDevice, habana, junk
-from autotune_offload.trials import Bench
 from tests.test_simulated import small
 
 OWN = {"kind", "count", "pinning", "calls", "current"}

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_offload.cost_model import CostModel
-from autotune_offload.paths import STOCK_SEQUENCES
+from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.records import Baseline, Candidate, Profile
-from autotune_offload.timeline import Stage, timeline
+from autotune_offload.reports.timeline import Stage, timeline
+from autotune_offload.upstream import STOCK_SEQUENCES
 from tests.factories import make_profile, make_workload
 
 candidates = st.builds(

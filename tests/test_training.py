@@ -74,7 +74,9 @@ def test_the_example_says_what_it_chose_before_it_trains(wrapped: str) -> None:
 SCRIPT = """
 import json, os, sys, time
 from autotune_offload.records import to_plain
-from autotune_offload.verify import ModelSpec, Variant, stock_config, verify
+from autotune_offload.engine.toy_model import ModelSpec
+from autotune_offload.engine.trainee import Variant, stock_config
+from autotune_offload.engine.verify import verify
 
 def slow(engine):
     inner = engine.optimizer.partition_grads

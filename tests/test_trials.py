@@ -11,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autotune_offload import machines
-from autotune_offload.accumulation import Accumulation
-from autotune_offload.device import Device
+from autotune_offload.described import machine
+from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.errors import MeasurementError, PinError
-from autotune_offload.paths import STOCK_SEQUENCES, build, destination_memory
+from autotune_offload.machine.device import Device
+from autotune_offload.measure.bench import Bench, Window, sample
+from autotune_offload.paths.accumulation import Accumulation
+from autotune_offload.paths.build import build
+from autotune_offload.paths.path import destination_memory
+from autotune_offload.paths.stock import stock_path
 from autotune_offload.records import Accumulate, Candidate, Cast, Path, Workload
-from autotune_offload.simulated import SimulatedDevice
-from autotune_offload.trials import Bench, Window, sample
+from autotune_offload.upstream import STOCK_SEQUENCES
 from tests.fakes import DeferredDevice, FakeAccelerator, FakeAcceleratorDevice
 
 
@@ -182,7 +185,7 @@ def test_all_our_paths_and_deepspeeds_pass(make: Any, dtype: str) -> None:
                 assert bench.time(offload, "pinned" if path == "pinned" else "pageable") >= 0
                 offload.close()
     for sequence in STOCK_SEQUENCES:
-        stock = sequence.build(device, bench.dtype, bench.largest_elements)
+        stock = stock_path(sequence, device, bench.dtype, bench.largest_elements)
         for memory in ("pageable", "pinned"):
             bench.check(stock, memory)
         stock.close()
@@ -377,7 +380,7 @@ def test_an_accumulation_of_the_workload_is_estimated_from_a_sample(
     """An eighth of the gradients tells within 8 % what all take: the wait at the end is not multiplied."""
 
     def seconds(elements: int) -> float:
-        device = SimulatedDevice(machines.load(name))
+        device = SimulatedDevice(machine.load(name))
         device.checked_elements = 64
         bench = Bench(device, MIXED, elements, parts=1)
         carried = window(device, path, place, 4, buffer_bytes=1 << 20)

@@ -1,4 +1,4 @@
-"""Tests of `autotune_offload.verify` that need no training; `test_training` has those that train."""
+"""Tests of `autotune_offload.engine.verify` that need no training; `test_training` has those that train."""
 
 from __future__ import annotations
 
@@ -15,22 +15,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_offload import verify as module
-from autotune_offload.errors import ConfigError, MeasurementError
-from autotune_offload.verify import (
-    CONFIDENCE,
-    CONTROL,
-    FEWEST_STEPS,
+from autotune_offload.engine import trainee as engine_trainee
+from autotune_offload.engine import verify as engine_verify
+from autotune_offload.engine.toy_model import ModelSpec
+from autotune_offload.engine.trainee import (
     METRICS,
     Metric,
-    ModelSpec,
-    Ratio,
     Timing,
     Variant,
     single_process_environment,
     stock_config,
-    verify,
 )
+from autotune_offload.engine.verify import CONFIDENCE, CONTROL, FEWEST_STEPS, Ratio, verify
+from autotune_offload.errors import ConfigError, MeasurementError
 
 seconds = st.floats(min_value=1e-6, max_value=1e3)
 pairs = st.lists(st.tuples(seconds, seconds), min_size=FEWEST_STEPS, max_size=60)
@@ -43,7 +40,7 @@ pairs = st.lists(st.tuples(seconds, seconds), min_size=FEWEST_STEPS, max_size=60
 )
 def test_interval_of_the_median_matches_published_tables(count: int, outside: int, confidence: float) -> None:
     """The ranks and confidence are those of the sign test's tables."""
-    found, holds = module._interval_of_the_median(count)
+    found, holds = engine_verify._interval_of_the_median(count)
     assert found == outside
     assert holds == pytest.approx(confidence, abs=1e-5)
 
@@ -51,7 +48,7 @@ def test_interval_of_the_median_matches_published_tables(count: int, outside: in
 @given(st.integers(min_value=FEWEST_STEPS, max_value=500))
 def test_interval_holds_its_confidence_and_is_the_narrowest_that_does(count: int) -> None:
     """One value more at each end left out would fall below 95 %."""
-    outside, confidence = module._interval_of_the_median(count)
+    outside, confidence = engine_verify._interval_of_the_median(count)
     exact = 1 - 2 * sum(math.comb(count, k) for k in range(outside + 1)) / 2**count
     narrower = exact - 2 * math.comb(count, outside + 1) / 2**count
     assert confidence == pytest.approx(exact)
@@ -114,12 +111,14 @@ def ratios(**changed: float) -> dict[Metric, Ratio]:
 
 def test_verdict_says_so_when_there_is_no_difference() -> None:
     """Nothing beyond the noise is called just that."""
-    assert "no difference beyond the noise" in module._verdict("a", "b", ratios(), control=ratios())
+    assert "no difference beyond the noise" in engine_verify._verdict("a", "b", ratios(), control=ratios())
 
 
 def test_verdict_names_what_differs_which_way_and_how_much() -> None:
     """Faster and slower metrics carry their factors, the others are left out."""
-    verdict = module._verdict("new", "old", ratios(backward=2.0, gradient_offload=0.25), control=ratios())
+    verdict = engine_verify._verdict(
+        "new", "old", ratios(backward=2.0, gradient_offload=0.25), control=ratios()
+    )
     assert "backward 2.00x faster" in verdict
     assert "gradient offload 4.00x slower" in verdict
     assert "step" not in verdict
@@ -128,8 +127,8 @@ def test_verdict_names_what_differs_which_way_and_how_much() -> None:
 
 def test_verdict_tells_where_losses_part() -> None:
     """Losses are compared bit by bit."""
-    assert module._loss_remark([1.0, 0.5], [1.0, 0.5]) == ""
-    assert "from step 2 on" in module._loss_remark([1.0, 0.5], [1.0, math.nextafter(0.5, 1)])
+    assert engine_verify._loss_remark([1.0, 0.5], [1.0, 0.5]) == ""
+    assert "from step 2 on" in engine_verify._loss_remark([1.0, 0.5], [1.0, math.nextafter(0.5, 1)])
 
 
 def test_timing_keeps_the_raw_samples() -> None:
@@ -146,7 +145,7 @@ def test_timing_keeps_the_raw_samples() -> None:
 def test_every_variant_takes_every_place_equally_often(count: int) -> None:
     """Over a full cycle no variant is always first, or always after the same other one."""
     trainees: list[Any] = list(range(count))
-    orders = [tuple(module._order(trainees, number)) for number in range(2 * count)]
+    orders = [tuple(engine_verify._order(trainees, number)) for number in range(2 * count)]
     places = Counter((place, trainee) for order in orders for place, trainee in enumerate(order))
     assert set(places.values()) == {2}
     assert len(places) == count**2
@@ -215,9 +214,9 @@ class FakeEngine:
         self.accelerator.log.append("step")
 
 
-def trainee_on(engine: FakeEngine) -> module._Trainee:
+def trainee_on(engine: FakeEngine) -> engine_trainee.Trainee:
     """What trains that engine."""
-    return module._Trainee(name="fake", engine=engine, clock=module._Clock(engine.accelerator))
+    return engine_trainee.Trainee(name="fake", engine=engine, clock=engine_trainee.Clock(engine.accelerator))
 
 
 def test_an_asynchronous_device_is_timed_by_events_and_only_waited_for_around_the_step() -> None:
@@ -282,10 +281,10 @@ def test_no_token_sees_what_comes_after_it() -> None:
 def test_rows_count_up_and_differ_from_step_to_step() -> None:
     """Each token is one more than the token before it, modulo the vocabulary."""
     spec = ModelSpec(layers=1, width=64, length=40, vocabulary=32)
-    rows = module._counting_rows(spec, (3, 2), step=5)
+    rows = engine_trainee.counting_rows(spec, (3, 2), step=5)
     assert rows.shape == (3, 2, 41)
     assert torch.equal(rows[..., 1:], (rows[..., :-1] + 1) % 32)
-    assert not torch.equal(rows, module._counting_rows(spec, (3, 2), step=6))
+    assert not torch.equal(rows, engine_trainee.counting_rows(spec, (3, 2), step=6))
 
 
 @pytest.mark.parametrize("field", [{"width": 100}, {"layers": 0}, {"length": 0}, {"vocabulary": 0}])

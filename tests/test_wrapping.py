@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import autotune_offload
-from autotune_offload import api, wrapping
-from autotune_offload.device import AcceleratorDevice
+from autotune_offload.api import deciding, install
+from autotune_offload.api import initialize as api_initialize
+from autotune_offload.machine.accelerator import AcceleratorDevice
 from tests.factories import make_choice, make_profile
 
 MODEL = torch.nn.Linear(8, 8)
@@ -67,9 +68,9 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
     __init__.__signature__ = STOCK_INIT  # type: ignore[attr-defined]  # the same
     monkeypatch.setattr(deepspeed, "initialize", initialize)
     monkeypatch.setattr(deepspeed.zero.Init, "__init__", __init__)
-    monkeypatch.setattr(api, "lookup", lambda *args, **kwargs: make_profile(choice=CHOICE))
+    monkeypatch.setattr(deciding, "lookup", lambda *args, **kwargs: make_profile(choice=CHOICE))
     monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path))
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", api.SWITCH):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", deciding.SWITCH):
         monkeypatch.delenv(name, raising=False)
     yield calls
     autotune_offload.uninstall()
@@ -168,13 +169,13 @@ def test_a_script_that_calls_us_under_install_is_decided_once(
 ) -> None:
     """The call below ours goes straight to DeepSpeed, through somebody else's wrapper too."""
     decided = []
-    decide = api._decided_or_not
+    decide = deciding.decided_or_not
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         decided.append(args)
         return decide(*args, **kwargs)
 
-    monkeypatch.setattr(api, "_decided_or_not", counted)
+    monkeypatch.setattr(api_initialize, "decided_or_not", counted)
     autotune_offload.install()
     wrapped = deepspeed.initialize
 
@@ -284,7 +285,7 @@ def test_parameters_laid_out_otherwise_are_told(
 
 def test_the_switch_leaves_everything_alone(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """AUTOTUNE_OFFLOAD=0: the very objects arrive, from every way in."""
-    monkeypatch.setenv(api.SWITCH, "0")
+    monkeypatch.setenv(deciding.SWITCH, "0")
     autotune_offload.install()
     deepspeed.zero.Init(config_dict_or_path=CONFIG)
     deepspeed.initialize(model=MODEL, config=CONFIG)
@@ -295,8 +296,8 @@ def test_the_switch_leaves_everything_alone(calls: Calls, monkeypatch: pytest.Mo
 def test_a_report_is_logged_for_whoever_listens(calls: Calls, caplog: pytest.LogCaptureFixture) -> None:
     """Code that knows nothing of us cannot ask for it."""
     autotune_offload.install()
-    with caplog.at_level(logging.INFO, logger=wrapping.__name__):
+    with caplog.at_level(logging.INFO, logger=install.__name__):
         deepspeed.initialize(model=MODEL, config=CONFIG)
     assert any(
-        r.name == wrapping.__name__ and "autotune-offload: path" in r.getMessage() for r in caplog.records
+        r.name == install.__name__ and "autotune-offload: path" in r.getMessage() for r in caplog.records
     )

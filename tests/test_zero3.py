@@ -15,11 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from autotune_offload import zero3
-from autotune_offload.ds_config import read
+from autotune_offload import upstream
+from autotune_offload.config import sections as config_sections
+from autotune_offload.config.keys import KEYS
+from autotune_offload.config.reading import read
+from autotune_offload.config.sections import nested, offloads
+from autotune_offload.config.tune import Tuned, tune, written_keys
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import Choice, ZeroSizes
-from autotune_offload.zero3 import KEYS, KNOWN, Tuned, nested, offloads, tune, written_keys
+from autotune_offload.upstream import KNOWN
 from tests.factories import make_choice
 
 CASES = Path(__file__).parent / "data" / "configs"
@@ -686,7 +690,7 @@ def test_the_known_keys_of_the_sections_hold_the_parsers(section: str) -> None:
     module = importlib.import_module("deepspeed.runtime.zero.offload_config")
     name = {"offload_optimizer": "Optimizer", "offload_param": "Param"}[section]
     fields = getattr(module, f"DeepSpeedZeroOffload{name}Config").model_fields
-    assert set(fields) <= zero3.KNOWN_IN_SECTIONS[section]
+    assert set(fields) <= upstream.KNOWN_IN_SECTIONS[section]
 
 
 @pytest.mark.parametrize(
@@ -701,4 +705,4 @@ def test_the_known_keys_of_the_sections_hold_the_parsers(section: str) -> None:
 )
 def test_a_path_needs_stage_3_and_an_optimizer_on_the_cpu(zero: dict[str, Any], takes: bool) -> None:
     """Elsewhere DeepSpeed's own code carries the gradients."""
-    assert zero3.takes_a_path({"zero_optimization": zero}) is takes
+    assert config_sections.takes_a_path({"zero_optimization": zero}) is takes

@@ -19,9 +19,8 @@ from autotune_offload.cli.stored import find_profile, fitting_profile, open_stor
 from autotune_offload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from autotune_offload.ds_config import Settings
-    from autotune_offload.records import Change, Choice, Profile
-    from autotune_offload.zero3 import Tuned
+    from autotune_offload.config.tune import Tuned
+    from autotune_offload.records import Change, Choice, Profile, Settings
 
 
 @click.command("apply", short_help="Write the choice into a ds_config: the tuned config and a diff.")
@@ -68,16 +67,17 @@ def _refuse_the_input(config: Path, output: Path | None) -> None:
 
 
 def _tune(config: Path, profile: Profile) -> tuple[dict[str, Any], Tuned]:
-    from autotune_offload import ds_config, host, zero3
+    from autotune_offload.config import block, reading, tune
+    from autotune_offload.machine import host
 
-    before = ds_config.read(config)
-    settings = ds_config.settings(before)
+    before = reading.read(config)
+    settings = block.settings(before)
     if not settings.enabled:
-        off = f'"{ds_config.BLOCK}": {{"enabled": false}} in {config}: nothing was tuned'
-        return before, zero3.Tuned(config=before, changes=(), notices=(off,))
+        off = f'"{block.BLOCK}": {{"enabled": false}} in {config}: nothing was tuned'
+        return before, tune.Tuned(config=before, changes=(), notices=(off,))
     version = host.software().deepspeed
     # whoever takes the file to plain DeepSpeed has DeepSpeed's own code carry the gradients
-    tuned = zero3.tune(before, profile.choice, version=version, keep=settings.keep, carried=False)
+    tuned = tune.tune(before, profile.choice, version=version, keep=settings.keep, carried=False)
     return before, replace(tuned, notices=(*_disagreements(settings, profile.choice), *tuned.notices))
 
 
@@ -119,10 +119,10 @@ def _dump(config: dict[str, Any], text: str) -> str:
 
     The two then compare line by line.
     """
-    from autotune_offload import ds_config
+    from autotune_offload.config import reading
 
     spellings: list[str] = []
-    spelt = _as_spelt(config, ds_config.spelt(text), spellings)
+    spelt = _as_spelt(config, reading.spelt(text), spellings)
     found = re.search(r"^([ \t]+)\S", text, re.MULTILINE)
     try:
         dumped = (

@@ -15,7 +15,7 @@ from autotune_offload.cli.progress import Reporter
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune_offload.doctor import Examination
+    from autotune_offload.doctor.examine import Examination
     from autotune_offload.records import Finding
 
 
@@ -34,7 +34,7 @@ def command(ctx: click.Context, /, *, config: Path | None, cache: Path | None, a
 
     Nothing is changed or measured. Exit 1 where something will break, 0 otherwise.
     """
-    from autotune_offload.doctor import examine
+    from autotune_offload.doctor.examine import examine
 
     with stdout_set_aside(), Reporter("looking at this host"):
         found = examine(config, cache=cache)

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune_offload import units
-from autotune_offload.alternatives import (
-    Alternative,
-    alternatives,
-    best_of_each,
-    rejections,
-    verdict,
-)
 from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json
 from autotune_offload.cli.stored import find_profile, open_store
+from autotune_offload.reports.alternatives import Alternative, alternatives, best_of_each, rejections, verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,8 +39,8 @@ def command(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
 
 
 def _document(profile: Profile, path: Path) -> dict[str, Any]:
-    from autotune_offload import explanation
     from autotune_offload.records import to_plain
+    from autotune_offload.reports import explanation
 
     return {
         "profile": str(path),
@@ -111,8 +105,8 @@ def _print_alternatives(out: Console, rows: list[Alternative]) -> None:
 
 def _print_doubts(out: Console, rows: list[Alternative], profile: Profile) -> None:
     """Of each alternative: what put it aside, what would have to change, how to check."""
-    from autotune_offload import explanation
     from autotune_offload.cli.readable import heading, pairs
+    from autotune_offload.reports import explanation
 
     heading(out, "Why not the others, and what would have to change")
     for row in rows:
@@ -139,10 +133,10 @@ def _names(rows: list[Alternative]) -> str:
 
 
 def _print_sizes(out: Console, choice: Choice) -> None:
-    from autotune_offload import zero3
     from autotune_offload.cli.readable import bullets, heading
+    from autotune_offload.config import keys as config_keys
 
-    keys = {key.field: key.spellings[0] for key in zero3.KEYS}
+    keys = {key.field: key.spellings[0] for key in config_keys.KEYS}
     if choice.sizes.reasons:
         heading(out, "ZeRO-3 sizes")
         bullets(out, (f"{keys.get(name, name)}: {why}" for name, why in choice.sizes.reasons.items()))

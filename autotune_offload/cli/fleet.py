@@ -16,7 +16,7 @@ from autotune_offload.errors import ProfileError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune_offload.fleet import Member, Outlier, Survey
+    from autotune_offload.profiles.fleet import Member, Outlier, Survey
 
 _MOST_ROWS = 24
 _METRICS = {
@@ -35,7 +35,7 @@ def command(*, folder: Path, as_json: bool) -> None:
 
     `autotune-offload probe --collect DIR` under a launcher writes such a folder.
     """
-    from autotune_offload.fleet import entries_below, newest, survey
+    from autotune_offload.profiles.fleet import entries_below, newest, survey
 
     readable, skipped = [], []
     for entry in entries_below(folder):
@@ -71,7 +71,7 @@ def as_plain(survey: Survey) -> dict[str, Any]:
 def print_survey(out: Console, survey: Survey) -> None:
     """Who there is, how far they spread, and who stands out."""
     from autotune_offload.cli.readable import bullets, heading
-    from autotune_offload.fleet import LEAST_MEMBERS
+    from autotune_offload.profiles.fleet import LEAST_MEMBERS
 
     _print_members(out, survey.members)
     heading(out, "Spread")

@@ -31,7 +31,7 @@ _SIZE_UNITS = {
 }
 
 LEAST_BUDGET_SECONDS = 0.2
-"""As in `autotune_offload.probing`, which is slow to import; a test holds them together."""
+"""As in `autotune_offload.api.probe`, which is slow to import; a test holds them together."""
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """The spelling of the command line, which is DeepSpeed's, to torch's."""

@@ -15,10 +15,9 @@ from autotune_offload.cli.progress import Reporter
 from autotune_offload.cli.stored import open_store
 
 if TYPE_CHECKING:
-    from autotune_offload.ds_config import Settings
-    from autotune_offload.fleet import Survey
-    from autotune_offload.records import Profile, Workload
-    from autotune_offload.store import Miss, Store
+    from autotune_offload.profiles.fleet import Survey
+    from autotune_offload.profiles.store import Miss, Store
+    from autotune_offload.records import Profile, Settings, Workload
 
 PLANS = ("quick", "standard", "thorough")
 PathWanted = Literal["auto", "direct", "pinned", "staged", "deepspeed"]
@@ -148,7 +147,7 @@ def _obtain(store: Store, request: _Request) -> tuple[Profile, Path | None]:
 
 
 def _stored(store: Store, request: _Request) -> tuple[Profile, Path] | Miss:
-    from autotune_offload.probing import lookup
+    from autotune_offload.profiles.lookup import lookup
     from autotune_offload.records import Profile
 
     found = lookup(store, request.workload, settings=_settings(request))
@@ -166,7 +165,7 @@ def _measuring_options(request: _Request) -> dict[str, object]:
 
 def _settings(request: _Request) -> Settings:
     """What the options fix, as the ``autotune_offload`` block would."""
-    from autotune_offload.ds_config import Settings
+    from autotune_offload.records import Settings
 
     return Settings(
         path=request.path,
@@ -176,7 +175,7 @@ def _settings(request: _Request) -> Settings:
 
 
 def _together(store: Store, request: _Request) -> Survey | None:
-    from autotune_offload.probing import load_plan
+    from autotune_offload.api.probe import load_plan
 
     found = None if request.refresh else _stored(store, request)
     missed = None if isinstance(found, tuple) else found
@@ -194,7 +193,7 @@ def _together(store: Store, request: _Request) -> Survey | None:
 
 
 def _measure(request: _Request, missed: Miss | None, ranks_per_host: int = 1) -> Profile:
-    from autotune_offload.probing import probe
+    from autotune_offload.api.probe import probe
 
     with Reporter("measuring this host") as progress:
         return probe(

@@ -14,7 +14,7 @@ from autotune_offload.cli.show import show
 from autotune_offload.cli.stored import key_of, open_store
 
 if TYPE_CHECKING:
-    from autotune_offload.store import Entry
+    from autotune_offload.profiles.store import Entry
 
 
 @click.group("profiles", short_help="The stored profiles: list, show, prune, path.")
@@ -27,7 +27,7 @@ def command() -> None:
 @options.json_option
 def list_(*, cache: Path | None, as_json: bool) -> None:
     """List the stored profiles, of a shared folder those of all hosts; unreadable files too."""
-    from autotune_offload.fleet import entries_below
+    from autotune_offload.profiles.fleet import entries_below
 
     store = open_store(cache)
     rows = [_row(entry) for entry in entries_below(store.folder)]

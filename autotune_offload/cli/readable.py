@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune_offload import units
-from autotune_offload.alternatives import (
+from autotune_offload.reports.alternatives import (
     Alternative,
     alternatives,
     best_of_each,

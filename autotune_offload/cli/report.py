@@ -71,15 +71,16 @@ def command(
 
 
 def _write_picture(file: Path, profile: Profile) -> None:
-    from autotune_offload import page
+    from autotune_offload.reports import page
 
     _write(file, page.png(profile))
 
 
 def _write_page(file: Path, found: list[tuple[str, Profile]], config: Path | None) -> None:
-    from autotune_offload import ds_config, page
+    from autotune_offload.config import reading
+    from autotune_offload.reports import page
 
-    read = ds_config.read(config) if config else None
+    read = reading.read(config) if config else None
     _write(file, page.html(found, config=read).encode())
 
 
@@ -93,7 +94,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _document(found: list[tuple[str, Profile]], file: Path) -> dict[str, Any]:
-    from autotune_offload import page
+    from autotune_offload.reports import page
 
     return {
         "output": str(file),

@@ -15,7 +15,7 @@ import click
 from autotune_offload.cli import options
 from autotune_offload.cli.output import emit_json
 
-HOOK = Path(__file__).resolve().parents[1] / "hook"
+HOOK = Path(__file__).resolve().parents[1] / "api" / "hook"
 """The folder whose `sitecustomize` Python runs at its start where it is on PYTHONPATH."""
 
 

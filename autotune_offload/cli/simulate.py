@@ -17,7 +17,7 @@ from autotune_offload.cli.progress import Reporter
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune_offload.machines import Machine
+    from autotune_offload.described.machine import Machine
     from autotune_offload.records import Accumulated, Baseline, Profile, Workload
 
 
@@ -120,8 +120,8 @@ class _Run:
             ]
 
     def _one(self, machine: Machine, progress: Any) -> Profile:
-        from autotune_offload.probing import probe
-        from autotune_offload.simulated import SimulatedDevice
+        from autotune_offload.api.probe import probe
+        from autotune_offload.described.simulated import SimulatedDevice
 
         ranks = self.workload.world_size if self.workload else 1
         return probe(
@@ -136,23 +136,25 @@ class _Run:
 
 def _machines(name: str | None, profile: Path | None) -> list[Machine]:
     """What was asked for; all that are known by name where nothing was."""
-    from autotune_offload import machines
+    from autotune_offload.described import machine as described_machine
 
     if profile is not None:
-        from autotune_offload.described import machine_from
-        from autotune_offload.store import Store
+        from autotune_offload.described.from_profile import machine_from
+        from autotune_offload.profiles.store import Store
 
         return [machine_from(Store().load(profile), profile.stem)]
-    return [machines.load(each) for each in ([name] if name is not None else machines.names())]
+    return [
+        described_machine.load(each) for each in ([name] if name is not None else described_machine.names())
+    ]
 
 
 def _write(machine: Machine, file: Path) -> None:
     import yaml
 
-    from autotune_offload import machines
+    from autotune_offload.described import machine as described_machine
     from autotune_offload.errors import ConfigError
 
-    text = yaml.safe_dump(machines.plain(machine), sort_keys=False, width=100)
+    text = yaml.safe_dump(described_machine.plain(machine), sort_keys=False, width=100)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
@@ -164,9 +166,9 @@ def _write(machine: Machine, file: Path) -> None:
 
 
 def _list(as_json: bool) -> None:
-    from autotune_offload import machines
+    from autotune_offload.described import machine as described_machine
 
-    known = [machines.load(name) for name in machines.names()]
+    known = [described_machine.load(name) for name in described_machine.names()]
     if as_json:
         emit_json({"machines": [{"name": m.name, "kind": m.kind, "title": m.title} for m in known]})
         return
@@ -227,7 +229,7 @@ def _print_table(out: Console, pairs: list[tuple[Machine, Profile]]) -> None:
 
 
 def _row(profile: Profile) -> list[str]:
-    from autotune_offload.alternatives import deciding
+    from autotune_offload.reports.alternatives import deciding
 
     choice, found = profile.choice, deciding(profile)
     rows: Sequence[Baseline | Accumulated] = [row for row in profile.accumulations if row.stock]

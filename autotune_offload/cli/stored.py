@@ -12,13 +12,13 @@ from autotune_offload.cli.output import notice
 from autotune_offload.errors import ProfileError
 
 if TYPE_CHECKING:
+    from autotune_offload.profiles.store import Store
     from autotune_offload.records import Profile
-    from autotune_offload.store import Store
 
 
 def open_store(cache: Path | None) -> Store:
     """The store in `cache`, or in the default folder."""
-    from autotune_offload.store import Store
+    from autotune_offload.profiles.store import Store
 
     return Store(cache)
 
@@ -64,7 +64,7 @@ def read_profiles(path: Path) -> list[Profile]:
     Raises:
         ProfileError: the file cannot be read, or holds no profile; says what to do.
     """
-    from autotune_offload.store import Store
+    from autotune_offload.profiles.store import Store
 
     document = _json_document(path)
     if document is None:
@@ -155,12 +155,12 @@ def _from_document(path: Path, document: object) -> Profile:
 
 def _refuse_a_machine(path: Path) -> None:
     """A machine's description, as `simulate --write` saves it, has a schema too but was never measured."""
-    from autotune_offload import machines
+    from autotune_offload.described import machine
     from autotune_offload.errors import ConfigError
 
     if path.is_file():
         with contextlib.suppress(ConfigError):
-            name = machines.load(str(path)).name
+            name = machine.load(str(path)).name
             raise ProfileError(
                 f"{path} describes the machine {name} and holds no measurements; run "
                 f"`autotune-offload simulate {path} --json > {name}.json` and give {name}.json"
@@ -177,7 +177,7 @@ def fitting_profile(store: Store) -> tuple[Profile, Path]:
     Raises:
         ProfileError: none fits; names what differs.
     """
-    from autotune_offload.probing import lookup
+    from autotune_offload.profiles.lookup import lookup
     from autotune_offload.records import Profile
 
     found = lookup(store, None)

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 from autotune_offload.cli.output import console, emit_json, notice
 
 if TYPE_CHECKING:
-    from autotune_offload.agree import Agreed, Agreement
-    from autotune_offload.fleet import Survey
+    from autotune_offload.profiles.fleet import Survey
+    from autotune_offload.profiles.store import Store
+    from autotune_offload.ranks.agree import Agreed
+    from autotune_offload.ranks.agreement import Agreement
     from autotune_offload.records import Profile
-    from autotune_offload.store import Store
 
 
 def ranks() -> int:
     """How many ranks the launcher started; 1 without one."""
-    from autotune_offload.agree import announced_ranks
+    from autotune_offload.ranks.group import announced_ranks
 
     return announced_ranks()
 
@@ -36,11 +37,12 @@ def probe_together(
     Raises:
         AgreementError: the ranks did not find each other, or one could not measure.
     """
-    from autotune_offload import agree
-    from autotune_offload.device import AcceleratorDevice
     from autotune_offload.errors import AutotuneError
+    from autotune_offload.machine.accelerator import AcceleratorDevice
+    from autotune_offload.ranks import agree, group
+    from autotune_offload.ranks import agreement as ranks_agreement
 
-    agreement = agree.Agreement(agree.launched_group(), "probe")
+    agreement = ranks_agreement.Agreement(group.launched_group(), "probe")
     rank = agreement.group.rank
     try:
         agreed = agree.agree(
@@ -57,7 +59,7 @@ def probe_together(
     if save and agreed.keeper:
         _saved(store, agreed)
     if collect is not None:
-        from autotune_offload.store import Store
+        from autotune_offload.profiles.store import Store
 
         _saved(Store(collect / agreed.own.host.name / f"rank-{rank}"), agreed)
     return _survey(agreement, agreed.own)
@@ -75,7 +77,7 @@ def _saved(store: Store, agreed: Agreed) -> None:
 def _survey(agreement: Agreement, own: Profile) -> Survey | None:
     import msgspec
 
-    from autotune_offload.fleet import Member, member, survey
+    from autotune_offload.profiles.fleet import Member, member, survey
 
     mine = msgspec.json.encode(member(own, rank=agreement.group.rank))
     rows = agreement.rows(mine)

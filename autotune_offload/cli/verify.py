@@ -19,12 +19,14 @@ from autotune_offload.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autotune_offload.config.tune import Tuned
+    from autotune_offload.engine.toy_model import ModelSpec
+    from autotune_offload.engine.trainee import Timing
+    from autotune_offload.engine.verify import VariantResult, Verification
     from autotune_offload.records import Choice, Profile
-    from autotune_offload.verify import ModelSpec, Timing, VariantResult, Verification
-    from autotune_offload.zero3 import Tuned
 
 FEWEST_STEPS = 6
-"""As in `autotune_offload.verify`, which takes torch to import; a test holds them together."""
+"""As in `autotune_offload.engine.verify`, which takes torch to import; a test holds them together."""
 
 _MICRO_BATCH = 2
 _WIDTH_OVER_LAYERS = 85
@@ -87,15 +89,18 @@ def command(
 def _train(
     profile: Profile, config: Path | None, params: int | None, *, steps: int, warmup: int
 ) -> tuple[Tuned, Verification]:
-    from autotune_offload import host, zero3
-    from autotune_offload.verify import ModelSpec, Variant, verify
+    from autotune_offload.config import tune
+    from autotune_offload.engine.toy_model import ModelSpec
+    from autotune_offload.engine.trainee import Variant
+    from autotune_offload.engine.verify import verify
+    from autotune_offload.machine import host, limits
 
     model = ModelSpec() if params is None else model_of(params)
-    _check_memory(params or 0, host.limits().available_bytes)
+    _check_memory(params or 0, limits.limits().available_bytes)
     own = _own_config(config)
     choice = profile.choice
     carried = choice.beats_deepspeed
-    tuned = zero3.tune(own, choice, version=host.software().deepspeed, carried=carried)
+    tuned = tune.tune(own, choice, version=host.software().deepspeed, carried=carried)
     with Reporter("training") as report:
         outcome = verify(
             [
@@ -116,7 +121,7 @@ def _train(
 
 def _carry_out(choice: Choice, engine: Any) -> None:
     """Put the chosen path into the engine; where that cannot be, what is compared would not be the choice."""
-    from autotune_offload.attach import attach
+    from autotune_offload.engine.attach import attach
 
     status = attach(engine, choice)
     if status.why_not is not None:
@@ -127,13 +132,13 @@ def _carry_out(choice: Choice, engine: Any) -> None:
 
 def _own_config(config: Path | None) -> dict[str, Any]:
     """What is trained without us: plain ZeRO-3, or the ZeRO section of the user's file in its place."""
-    from autotune_offload import ds_config
-    from autotune_offload.verify import stock_config
+    from autotune_offload.config import reading
+    from autotune_offload.engine.trainee import stock_config
 
     stock = stock_config(micro_batch=_MICRO_BATCH)
     if config is None:
         return stock
-    zero = ds_config.read(config).get("zero_optimization")
+    zero = reading.read(config).get("zero_optimization")
     if not isinstance(zero, Mapping):
         raise ConfigError(f"{config} has no zero_optimization section; expected one with stage 3")
     return {**stock, "zero_optimization": dict(zero)}
@@ -141,7 +146,7 @@ def _own_config(config: Path | None) -> dict[str, Any]:
 
 def model_of(params: int) -> ModelSpec:
     """A model of about `params` parameters: 12 x layers x width squared, in the default's shape."""
-    from autotune_offload.verify import ModelSpec
+    from autotune_offload.engine.toy_model import ModelSpec
 
     width = max(round((params * _WIDTH_OVER_LAYERS / 12) ** (1 / 3) / 64), 1) * 64
     return ModelSpec(layers=max(round(params / (12 * width**2)), 1), width=width)

@@ -36,7 +36,7 @@ NORM_TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class Spec:
-    """What a path is built from; see `autotune_offload.paths.Spec`."""
+    """What a path is built from; see `autotune_offload.paths.path.Spec`."""
 
     path: str = "direct"
     cast: str = "host"
@@ -426,7 +426,7 @@ class Coming(Loop):
 
     def toggle(self, number: int) -> None:
         """Only where the run has a path at all."""
-        from autotune_offload.attach import detach
+        from autotune_offload.engine.attach import detach
 
         if self.attached is not None and not detach(self.engine) and number % 2:
             attached(self.engine, self.attached)
@@ -524,7 +524,7 @@ def train(case: Case, spec: Spec | None) -> Trace:
 
 def attached(engine: Any, spec: Spec) -> Any:
     """The status of a path that must have been attached."""
-    from autotune_offload.attach import attach
+    from autotune_offload.engine.attach import attach
 
     device = apart() if spec.accumulate == "host" else None
     status = attach(engine, spec, device)  # type: ignore[arg-type]  # plain fields, not literals

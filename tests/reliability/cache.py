@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import Profile
-from autotune_offload.store import Miss, Store
 from tests.factories import make_profile
 from tests.reliability.registry import NotPossible, fault
 from tests.reliability.scenes import (
@@ -174,7 +174,7 @@ def _(folder: Path) -> str:
 _OPEN = """
 import json
 from autotune_offload.errors import ProfileError
-from autotune_offload.store import Miss, Store
+from autotune_offload.profiles.store import Miss, Store
 from tests.factories import make_profile
 profile = make_profile()
 {drop}
@@ -276,7 +276,7 @@ def _(folder: Path) -> str:
 def _(folder: Path) -> str:
     where = folder / "profiles"
     source = (
-        "from autotune_offload.store import Store\nfrom tests.factories import make_profile\n"
+        "from autotune_offload.profiles.store import Store\nfrom tests.factories import make_profile\n"
         f"store, profile = Store(__import__('pathlib').Path({str(where)!r})), make_profile()\n"
         "store.save(profile)\nprint('saving', flush=True)\nwhile True:\n    store.save(profile)\n"
     )
@@ -305,7 +305,7 @@ def _(folder: Path) -> str:
 def _(folder: Path) -> str:
     where = folder / "profiles"
     source = (
-        "from pathlib import Path\nfrom autotune_offload.store import Store\n"
+        "from pathlib import Path\nfrom autotune_offload.profiles.store import Store\n"
         "from tests.factories import make_profile\n"
         f"store = Store(Path({str(where)!r}))\n"
         "for _ in range(5):\n    store.save(make_profile())\n"
@@ -402,7 +402,7 @@ def _(folder: Path) -> str:
     where.chmod(0o755)
     path.chmod(0)
     source = (
-        "import json\nfrom pathlib import Path\nfrom autotune_offload.store import Miss, Store\n"
+        "import json\nfrom pathlib import Path\nfrom autotune_offload.profiles.store import Miss, Store\n"
         "from tests.factories import make_profile\nprofile = make_profile()\n"
         f"{UNPRIVILEGED.format(uid=65534)}\n"
         f"found = Store(Path({str(where)!r})).lookup(profile.fingerprint)\n"

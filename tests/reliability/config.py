@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune_offload import ds_config, zero3
+from autotune_offload.config import reading, tune
 from autotune_offload.errors import ConfigError
 from tests.factories import make_choice
 from tests.reliability.registry import fault
@@ -26,7 +26,7 @@ def block(**settings: Any) -> dict[str, Any]:
 def refused(source: Any, *words: str) -> str:
     """What reading it says; nothing but our own error may come."""
     with pytest.raises(ConfigError) as caught:
-        ds_config.read(source)
+        reading.read(source)
     for word in words:
         assert word in str(caught.value), f'"{word}" is not in: {caught.value}'
     return shortened(str(caught.value))
@@ -192,7 +192,7 @@ def _(folder: Path) -> str:
 
 
 def _tuned(config: dict[str, Any]) -> Any:
-    return zero3.tune(config, make_choice(), version="0.19.8", keep=(), carried=False)
+    return tune.tune(config, make_choice(), version="0.19.8", keep=(), carried=False)
 
 
 @fault(

@@ -16,12 +16,14 @@ import msgspec
 import psutil
 import pytest
 
-from autotune_offload import probing, rehearsal, workload
-from autotune_offload.device import AcceleratorDevice
+from autotune_offload import workload
+from autotune_offload.api import probe as api_probe
+from autotune_offload.described.simulated import Faults, SimulatedDevice
 from autotune_offload.errors import DeviceError, MeasurementError
-from autotune_offload.measure import check_synchronize
-from autotune_offload.rehearsal import Rehearsed, rehearse, sizes
-from autotune_offload.simulated import Faults, SimulatedDevice
+from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.measure import rehearsal
+from autotune_offload.measure.costs import check_synchronize
+from autotune_offload.measure.rehearsal import Rehearsed, rehearse, sizes
 from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice
 from tests.reliability import devices
 from tests.reliability.registry import NotPossible, fault
@@ -209,7 +211,7 @@ def _(folder: Path) -> str:
     told = folder / "child"
     source = (
         "import subprocess\n"
-        "from autotune_offload.rehearsal import rehearse, sizes\n"
+        "from autotune_offload.measure.rehearsal import rehearse, sizes\n"
         "from tests.reliability import devices\n"
         "real = subprocess.Popen\n"
         "def popen(*args, **kwargs):\n"
@@ -337,9 +339,9 @@ def _(folder: Path) -> str:
         def synchronize(self) -> None:
             return None
 
-    from autotune_offload import machines
+    from autotune_offload.described import machine
 
-    computing = msgspec.structs.replace(machines.load("a100_pcie4"), compute=machines.Compute(tflops=100.0))
+    computing = msgspec.structs.replace(machine.load("a100_pcie4"), compute=machine.Compute(tflops=100.0))
     with error_of(MeasurementError, "does not wait", "driver") as said:
         check_synchronize(Lying(computing))
     return start(folder, CONFIG, probe=raising(MeasurementError(said[0]))).runs_untuned(
@@ -360,10 +362,10 @@ def _(folder: Path) -> str:
             if at_once:
                 destination.view(-1)[-1:] += 1
 
-    from autotune_offload import machines
+    from autotune_offload.described import machine
 
     def probe(**arguments: Any) -> Any:
-        return probed(Flipping(machines.load("t4_pcie3")))
+        return probed(Flipping(machine.load("t4_pcie3")))
 
     return start(folder, CONFIG, probe=probe).runs_untuned(CONFIG, "bytes differ", "do not train")
 
@@ -381,7 +383,7 @@ def _(folder: Path) -> str:
     device = AcceleratorDevice(FakeAccelerator("cpu", pinning="same object"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rehearsal, "_child", no_child)
-        profile = probing.probe(plan="quick", budget_seconds=0.5, device=device)
+        profile = api_probe.probe(plan="quick", budget_seconds=0.5, device=device)
     assert profile.choice.path == "direct" and profile.pin.largest_bytes == 0
     return (
         f"{profile.choice.path}; {shortened(next(r for r in profile.choice.reasons if 'not on offer' in r))}"
@@ -434,10 +436,10 @@ def _(folder: Path) -> str:
 )
 def _(folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        from autotune_offload import device
+        from autotune_offload.machine import accelerator
 
         def refuse() -> Any:
             raise DeviceError("DeepSpeed cannot load its accelerator: DS_ACCELERATOR must be one of ...")
 
-        patch.setattr(device, "_deepspeed_accelerator", refuse)
+        patch.setattr(accelerator, "deepspeed_accelerator", refuse)
         return start(folder, CONFIG, probe=raising(AssertionError())).runs_untuned(CONFIG, "DS_ACCELERATOR")

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from autotune_offload import host, workload
-from autotune_offload.candidates import PinRules
-from autotune_offload.ds_config import Settings
-from autotune_offload.records import Limit, Limits, PinCost
+from autotune_offload import workload
+from autotune_offload.machine import host
+from autotune_offload.machine import limits as machine_limits
+from autotune_offload.paths.page_locking import PinRules
+from autotune_offload.records import Limit, Limits, PinCost, Settings
 from tests.factories import make_profile
 from tests.reliability.registry import NotPossible, fault
 from tests.reliability.scenes import (
@@ -35,11 +36,11 @@ PINS = PinCost(seconds_per_gib=0.3, largest_bytes=1 << 40, capped=True)
 
 _LIMITS = """
 import json, resource
-from autotune_offload import host
+from autotune_offload.machine import limits
 resource.setrlimit(resource.RLIMIT_MEMLOCK, ({bytes}, {bytes}))
 {drop}
-found = host.limits(pin_backend="native")
-print(json.dumps([found.pinnable_bytes, host.check_pinned([1 << 20], found),
+found = limits.limits(pin_backend="native")
+print(json.dumps([found.pinnable_bytes, limits.check_pinned([1 << 20], found),
                   [b.name for b in found.bounds]]))
 """
 
@@ -52,7 +53,7 @@ def rules(parameters: int, limits: Limits) -> PinRules:
 def memory(free: int, *, source: str = "MemAvailable") -> Limits:
     """A host with so much free memory."""
     ram = Limit(name="ram", bytes=free, source=source, raise_by="use one with more RAM")
-    return host.bounded([ram], [], ranks_per_host=1, max_pinned_bytes=None)
+    return machine_limits.bounded([ram], [], ranks_per_host=1, max_pinned_bytes=None)
 
 
 def says(sentence: str | None, *words: str) -> str:
@@ -99,9 +100,9 @@ def _(folder: Path) -> str:
 )
 def _(folder: Path) -> str:
     source = (
-        "import sys\nfrom autotune_offload import host\n"
+        "import sys\nfrom autotune_offload.machine import limits\n"
         "for line in sys.stdin:\n"
-        "    print(host.limits(pin_backend='native').pinnable_bytes, flush=True)\n"
+        "    print(limits.limits(pin_backend='native').pinnable_bytes, flush=True)\n"
     )
     source = without_ipc_lock(source, memlock_bytes=1 << 20)
     process = subprocess.Popen(
@@ -146,7 +147,7 @@ def _(folder: Path) -> str:
             "proc/self/limits": "Max locked memory         unlimited            unlimited            bytes\n",
         },
     )
-    names = [bound.name for bound in host.limits(pin_backend="native", root=root).bounds]
+    names = [bound.name for bound in machine_limits.limits(pin_backend="native", root=root).bounds]
     assert names == ["ram"]
     return "the memory is the only bound"
 
@@ -197,9 +198,9 @@ def in_cgroup(group: Path) -> tuple[int, str | None]:
     source = (
         "import json, os\n"
         f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-        "from autotune_offload import host\n"
-        "found = host.limits(pin_backend='torch')\n"
-        "print(json.dumps([found.pinnable_bytes, host.check_pinned([1 << 29], found)]))\n"
+        "from autotune_offload.machine import limits\n"
+        "found = limits.limits(pin_backend='torch')\n"
+        "print(json.dumps([found.pinnable_bytes, limits.check_pinned([1 << 29], found)]))\n"
     )
     pinnable, why = child(source)
     return pinnable, why
@@ -245,9 +246,9 @@ def _cgroup_files(kind: str, limits: dict[str, str]) -> dict[str, str]:
 )
 def _(folder: Path) -> str:
     root = faked_root(folder, _cgroup_files("v2", {"a/memory.max": str(8 * GIB), "a/b/memory.max": "max\n"}))
-    found = host.limits(pin_backend="torch", root=root)
+    found = machine_limits.limits(pin_backend="torch", root=root)
     assert found.pinnable_bytes == 8 * GIB - GIB
-    return says(host.check_pinned([8 * GIB], found), "cgroup", "memory.max", "Slurm --mem")
+    return says(machine_limits.check_pinned([8 * GIB], found), "cgroup", "memory.max", "Slurm --mem")
 
 
 @fault(
@@ -259,7 +260,7 @@ def _(folder: Path) -> str:
 def _(folder: Path) -> str:
     name = "a/b/memory.limit_in_bytes"
     root = faked_root(folder, _cgroup_files("v1", {name: "9223372036854771712\n"}))
-    names = [bound.name for bound in host.limits(pin_backend="torch", root=root).bounds]
+    names = [bound.name for bound in machine_limits.limits(pin_backend="torch", root=root).bounds]
     assert names == ["ram"]
     return "the memory is the only bound"
 
@@ -272,7 +273,7 @@ def _(folder: Path) -> str:
 )
 def _(folder: Path) -> str:
     root = faked_root(folder, _cgroup_files("v2", {"a/memory.max": "\x00\xff", "a/b/memory.max": "-7 GB"}))
-    assert [bound.name for bound in host.limits(pin_backend="torch", root=root).bounds] == ["ram"]
+    assert [bound.name for bound in machine_limits.limits(pin_backend="torch", root=root).bounds] == ["ram"]
     return "the memory is the only bound"
 
 
@@ -290,7 +291,7 @@ def _(folder: Path) -> str:
         folder,
         {"proc/meminfo": f"MemAvailable: {8 << 20} kB\nSwapTotal: {1 << 30} kB\nSwapFree: {1 << 30} kB\n"},
     )
-    found = host.limits(pin_backend="torch", root=root)
+    found = machine_limits.limits(pin_backend="torch", root=root)
     return says(rules(10**9, found).against_path("pinned"), "ram", "MemAvailable", "swap does not help")
 
 
@@ -313,7 +314,9 @@ def _(folder: Path) -> str:
 )
 def _(folder: Path) -> str:
     found = Limits(available_bytes=64 * GIB, pinnable_bytes=200 << 20, bounds=())
-    return says(host.check_pinned([int(129.5 * (1 << 20))], found), "0.268 GB", "power of two", "0.21 GB")
+    return says(
+        machine_limits.check_pinned([int(129.5 * (1 << 20))], found), "0.268 GB", "power of two", "0.21 GB"
+    )
 
 
 @fault(
@@ -324,7 +327,7 @@ def _(folder: Path) -> str:
 )
 def _(folder: Path) -> str:
     found = Limits(available_bytes=7 * GIB, pinnable_bytes=6 * GIB, bounds=())
-    return says(host.check_pinned([4 * GIB], found), "8.59 GB", "exists twice", "7.52 GB")
+    return says(machine_limits.check_pinned([4 * GIB], found), "8.59 GB", "exists twice", "7.52 GB")
 
 
 @fault(
@@ -418,9 +421,12 @@ def _(folder: Path) -> str:
             "sys/devices/system/node/node1/meminfo": f"Node 1 MemFree: {512 << 20} kB\n",
         },
     )
-    found = host.limits(pin_backend="torch", root=root)
+    found = machine_limits.limits(pin_backend="torch", root=root)
     return says(
-        host.check_pinned([8 * GIB], found), "numa", "node0/meminfo", "bind the process to one with more"
+        machine_limits.check_pinned([8 * GIB], found),
+        "numa",
+        "node0/meminfo",
+        "bind the process to one with more",
     )
 
 
@@ -439,8 +445,8 @@ def _(folder: Path) -> str:
         },
     )
     assert host.facts(root=root).wsl
-    found = host.limits(pin_backend="torch", root=root)
-    return says(host.check_pinned([8 * GIB], found), ".wslconfig")
+    found = machine_limits.limits(pin_backend="torch", root=root)
+    return says(machine_limits.check_pinned([8 * GIB], found), ".wslconfig")
 
 
 @fault(
@@ -450,7 +456,7 @@ def _(folder: Path) -> str:
     expected="limits from the C library, no exception",
 )
 def _(folder: Path) -> str:
-    found = host.limits(root=folder)
+    found = machine_limits.limits(root=folder)
     assert found.available_bytes > 0 and "sysconf" in found.bounds[0].source
     return f"{found.available_bytes / 1e9:.3g} GB available by sysconf"
 
@@ -486,7 +492,7 @@ def _(folder: Path) -> str:
     empty = folder / "empty"
     empty.touch()
     names, free = child(
-        "import json\nfrom autotune_offload import host\nfound = host.limits()\n"
+        "import json\nfrom autotune_offload.machine import limits\nfound = limits.limits()\n"
         "print(json.dumps([[b.source for b in found.bounds], found.available_bytes]))",
         before=f"mount --bind {empty} /proc/meminfo",
     )

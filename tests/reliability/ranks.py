@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from autotune_offload import host, workload
-from autotune_offload.device import AcceleratorDevice
+from autotune_offload import workload
+from autotune_offload.described.simulated import Faults
 from autotune_offload.errors import ConfigError, DeviceError, MeasurementError
+from autotune_offload.machine import limits
+from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.records import Limit
-from autotune_offload.simulated import Faults
 from autotune_offload.testing import FakeAccelerator
 from tests.reliability.limits import rules, says
 from tests.reliability.registry import fault
@@ -95,7 +96,7 @@ def _warns(record: logging.LogRecord) -> bool:
 )
 def _(folder: Path) -> str:
     ram = Limit(name="ram", bytes=64 * 10**9, source="MemAvailable", raise_by="use one with more RAM")
-    one, eight = (host.bounded([ram], [], ranks_per_host=ranks, max_pinned_bytes=None) for ranks in (1, 8))
+    one, eight = (limits.bounded([ram], [], ranks_per_host=ranks, max_pinned_bytes=None) for ranks in (1, 8))
     assert eight.pinnable_bytes == one.pinnable_bytes // 8
     return says(rules(7 * 10**9, eight).against_path("pinned"), "shared by 8 ranks")
 
@@ -108,10 +109,10 @@ def _(folder: Path) -> str:
 )
 def _(folder: Path) -> str:
     with patched(folder, {"LOCAL_WORLD_SIZE": "4"}):
-        told = host.ranks_here(16, 1)
+        told = limits.ranks_here(16, 1)
     with patched(folder, {"LOCAL_WORLD_SIZE": "many"}):
-        untold = host.ranks_here(16, 8)
-    assert (told, untold, host.ranks_here(1, 8)) == (4, 8, 1)
+        untold = limits.ranks_here(16, 8)
+    assert (told, untold, limits.ranks_here(1, 8)) == (4, 8, 1)
     return "4 by the launcher; 8 by the devices where it tells none"
 
 
@@ -154,5 +155,5 @@ def _(folder: Path) -> str:
 )
 def _(folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        host.limits(ranks_per_host=0)
+        limits.limits(ranks_per_host=0)
     return shortened(str(caught.value))

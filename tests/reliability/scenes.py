@@ -17,9 +17,13 @@ from typing import Any
 
 import pytest
 
-from autotune_offload import machines, probing
+from autotune_offload.api import deciding
+from autotune_offload.api import probe as api_probe
+from autotune_offload.described import machine as described_machine
+from autotune_offload.described.simulated import Faults, SimulatedDevice
+from autotune_offload.profiles import lookup
 from autotune_offload.records import Profile
-from autotune_offload.simulated import Faults, SimulatedDevice
+from autotune_offload.workload import default_workload
 from tests.factories import make_profile
 from tests.reliability.registry import NotPossible
 
@@ -99,7 +103,8 @@ def start(
     import deepspeed
     import torch
 
-    from autotune_offload import api
+    from autotune_offload.api import initialize as api_initialize
+    from autotune_offload.api import report as api_report
 
     seen = Start()
     signature = inspect.signature(deepspeed.initialize)
@@ -113,10 +118,10 @@ def start(
     with patched(folder, environment) as patch, heard(seen.records):
         patch.setattr(deepspeed, "initialize", initialize)
         if probe is not None:
-            patch.setattr(api, "probe", probe)
+            patch.setattr(deciding, "probe", probe)
         try:
-            engine, *_ = api.initialize(model=torch.nn.Linear(64, 64), config=config, **arguments)
-            seen.report = api.report(engine)
+            engine, *_ = api_initialize.initialize(model=torch.nn.Linear(64, 64), config=config, **arguments)
+            seen.report = api_report.report(engine)
         except (Exception, KeyboardInterrupt) as error:
             seen.error = error
     return seen
@@ -135,8 +140,8 @@ def answering(**changes: Any) -> Any:
     """A probe that gives the profile of an H200 host for this environment, with these changes."""
 
     def probe(*, workload: Any, device: Any, settings: Any, **others: Any) -> Profile:
-        workload = workload or probing.default_workload()
-        present = probing.present_fingerprint(device, workload, settings)
+        workload = workload or default_workload()
+        present = lookup.present_fingerprint(device, workload, settings)
         return make_profile(fingerprint=present, workload=workload, **changes)
 
     return probe
@@ -243,12 +248,12 @@ def without_ipc_lock(source: str, *, memlock_bytes: int) -> str:
 
 def simulated(machine: str, faults: Faults | None = None, **arguments: Any) -> SimulatedDevice:
     """A shipped machine with faults."""
-    return SimulatedDevice(machines.load(machine), faults=faults, **arguments)
+    return SimulatedDevice(described_machine.load(machine), faults=faults, **arguments)
 
 
 def probed(device: SimulatedDevice, **arguments: Any) -> Profile:
     """A short probe of a described machine."""
-    return probing.probe(**{"plan": "quick", "budget_seconds": 0.5, "device": device, **arguments})
+    return api_probe.probe(**{"plan": "quick", "budget_seconds": 0.5, "device": device, **arguments})
 
 
 def faked_root(folder: Path, files: Mapping[str, str]) -> Path:

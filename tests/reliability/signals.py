@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune_offload import api, probing
+from autotune_offload.api import deciding, initialize
+from autotune_offload.api import probe as api_probe
 from autotune_offload.interruption import Terminated, raising
-from autotune_offload.rehearsal import rehearse, sizes
+from autotune_offload.measure.rehearsal import rehearse, sizes
 from tests.factories import make_profile
 from tests.reliability import devices
 from tests.reliability.registry import fault
@@ -110,7 +111,7 @@ def _(folder: Path) -> str:
 _REHEARSES = f"""
 import sys
 from autotune_offload.interruption import cleaned_up
-from autotune_offload.rehearsal import rehearse, sizes
+from autotune_offload.measure.rehearsal import rehearse, sizes
 from tests.reliability import devices
 with cleaned_up():
     print("rehearsing", file=sys.stderr, flush=True)
@@ -156,7 +157,7 @@ def _(folder: Path) -> str:
 )
 def _(folder: Path) -> str:
     own = psutil.Process()
-    probing.probe(plan="quick", budget_seconds=0.3)  # torch's own threads and files are there from now on
+    api_probe.probe(plan="quick", budget_seconds=0.3)  # torch's own threads and files are there from now on
     before = other_threads(), own.num_fds(), gc.isenabled()
 
     def progress(what: str, done: float) -> None:
@@ -164,7 +165,7 @@ def _(folder: Path) -> str:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        probing.probe(plan="quick", budget_seconds=0.5, progress=progress)
+        api_probe.probe(plan="quick", budget_seconds=0.5, progress=progress)
     assert (other_threads(), own.num_fds(), gc.isenabled()) == before
     return "KeyboardInterrupt; nothing is left"
 
@@ -240,9 +241,9 @@ def _(folder: Path) -> str:
 def _(folder: Path) -> str:
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "probe", answering())
+        patch.setattr(deciding, "probe", answering())
         patch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(folder / "profiles"))
-        thread = threading.Thread(target=lambda: found.append(api.tune_config(CONFIG)))
+        thread = threading.Thread(target=lambda: found.append(initialize.tune_config(CONFIG)))
         thread.start()
         thread.join(60)
     assert found and found[0]["zero_optimization"]["offload_param"]["pin_memory"] is True
@@ -282,7 +283,7 @@ def _(folder: Path) -> str:
     expected="quiet: no traceback",
 )
 def _(folder: Path) -> str:
-    from autotune_offload.store import Store
+    from autotune_offload.profiles.store import Store
 
     Store(folder / "profiles").save(make_profile())
     process = subprocess.Popen(

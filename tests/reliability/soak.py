@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import torch
 
-from autotune_offload.store import Store
+from autotune_offload.profiles.store import Store
 
 WIDTH = 256
 CONFIG: dict[str, Any] = {

@@ -1,0 +1,4 @@
+"""What you call.
+
+From below: report, probe, call, deciding, initialize, install.
+"""

@@ -1,0 +1,92 @@
+"""Run by Python at its start where this folder is on PYTHONPATH, as `autotune-offload run` arranges it.
+
+Waits for DeepSpeed to be imported, and then installs the wrappers. Until then it costs next to nothing, so
+that launchers, compilers and everything else below the same command can carry it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+_WAITED_FOR = "deepspeed"
+
+
+class WhenImported:
+    """A finder that adds `_tune` to the end of DeepSpeed's import."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """DeepSpeed's own spec with a longer `exec_module`; None for everything else."""
+        if name != _WAITED_FOR:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:  # whoever only asks whether DeepSpeed is there asks before it is imported
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _tune()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _tune() -> None:
+    """Fails open: whatever is wrong here costs one warning, and the script runs untuned."""
+    import logging
+
+    log = logging.getLogger("autotune_offload.api.install")
+    try:
+        from autotune_offload.api.install import install
+
+        install()
+    except Exception as error:
+        log.warning(
+            "autotune-offload: not tuned, %s: %s; is it installed for %s?",
+            type(error).__name__,
+            error,
+            sys.executable,
+        )
+        return
+    if os.environ.get("RANK", "0") == "0" and not log.handlers:
+        # Nobody but `run` can say what was done: the script knows nothing of it.
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+def _run_the_next_one() -> None:
+    """Python imports one `sitecustomize`; where this one hides another, that is run too."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or os.curdir) != here]
+    importlib.invalidate_caches()
+    this = sys.modules.pop(__name__, None)
+    try:
+        importlib.import_module(__name__)
+    except ImportError as error:
+        if error.name != __name__:
+            raise
+    finally:
+        if this is not None:
+            sys.modules.setdefault(__name__, this)
+
+
+if os.environ.get("AUTOTUNE_OFFLOAD") != "0":
+    sys.meta_path.insert(0, WhenImported())
+if __name__ == "sitecustomize":
+    _run_the_next_one()

@@ -1,0 +1,173 @@
+"""What people call: one line around `deepspeed.initialize`, and the parts of it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autotune_offload.api.call import (
+    configuration,
+    data_parallel_ranks,
+    hand_over,
+    init_distributed,
+    named,
+    working,
+)
+from autotune_offload.api.deciding import DOCTOR, Asked, Decided, cause, decided_or_not, log, warn
+from autotune_offload.api.report import Report, reports
+from autotune_offload.config import reading
+from autotune_offload.engine.attach import attach
+from autotune_offload.engine.attachment import Status
+from autotune_offload.errors import ProfileError
+from autotune_offload.profiles.store import Store
+from autotune_offload.records import Profile, Workload
+
+
+def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **kwargs: Any) -> Any:
+    """`deepspeed.initialize` with the offload keys chosen for this machine.
+
+    Args:
+        *args: as for `deepspeed.initialize`.
+        autotune: settings that go over the ``autotune_offload`` block of the configuration; False
+            passes everything through untouched.
+        **kwargs: as for `deepspeed.initialize`. Neither the configuration nor `args` is changed.
+
+    Returns:
+        Engine, optimizer, dataloader and scheduler, as DeepSpeed made them.
+
+    Raises:
+        UndecidedError: the store of the job's first rank died while this rank had agreed and the others may
+            have: it alone would train differently.
+    """
+    import deepspeed
+
+    rest, call = named(inspect.signature(deepspeed.initialize), args, kwargs)
+    given = configuration(call)
+    if given is None:
+        with working():
+            return deepspeed.initialize(*args, **kwargs)
+    asked = Asked(
+        model=call.get("model"),
+        autotune=autotune,
+        attaches=True,
+        group_is_made_by=lambda: init_distributed(call),
+        data_parallel_ranks=data_parallel_ranks(call.get("mpu")),
+    )
+    decided = decided_or_not(given, asked)
+    config = reading.accepted(given) if decided.config is None else decided.config
+    with working():
+        if config is given:
+            result = deepspeed.initialize(*args, **kwargs)
+        else:
+            hand_over(call, config)
+            result = deepspeed.initialize(*rest, **call)
+    carried = _carried_out(result[0], decided)
+    with contextlib.suppress(TypeError):  # an engine that takes no weak reference has no report
+        reports[result[0]] = carried
+    return result
+
+
+def tune_config(
+    config: object,
+    *,
+    model: Any = None,
+    workload: Workload | None = None,
+    autotune: Mapping[str, Any] | bool | None = None,
+) -> dict[str, Any]:
+    """A configuration with the offload keys chosen for this machine, before anything is initialized.
+
+    For whoever calls `deepspeed.initialize` itself: its own code then carries the gradients, and its own
+    measured times decide about pinning. In a job of several ranks without a process group, sizes stay as
+    they are: they must be the same on all hosts, which cannot be agreed yet.
+
+    Args:
+        config: every form that `deepspeed.initialize` takes, and `pathlib.Path`. Not changed.
+        model: the module that will be trained, for its real partition sizes.
+        workload: instead of `model`, where it does not exist yet; with neither, the newest stored
+            profile of this host decides, or a decoder of a billion parameters.
+        autotune: settings that go over the ``autotune_offload`` block; False changes nothing.
+
+    Raises:
+        ConfigError: the configuration cannot be read.
+    """
+    given = reading.read(config)
+    decided = decided_or_not(given, Asked(model=model, autotune=autotune, workload=workload))
+    for notice in decided.report.notices:
+        log.info("%s", notice)
+    return given if decided.config is None else decided.config
+
+
+def zero_init(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **kwargs: Any) -> Any:
+    """`deepspeed.zero.Init` with the ``pin_memory`` chosen for this machine.
+
+    Parameters are laid out in host memory while the model is built, so that what `initialize` decides
+    about ``offload_param.pin_memory`` comes too late for them.
+
+    Args:
+        *args: as for `deepspeed.zero.Init`.
+        autotune: as for `initialize`.
+        **kwargs: as for `deepspeed.zero.Init`. The configuration is not changed.
+
+    Returns:
+        The context, as DeepSpeed made it.
+    """
+    import deepspeed
+
+    rest, call = tuned_zero_init(inspect.signature(deepspeed.zero.Init), args, kwargs, autotune)
+    with working():
+        return deepspeed.zero.Init(*rest, **call)
+
+
+def load_profile(path: str | Path | None = None) -> Profile:
+    """A stored profile: that of the file, or the newest in the cache.
+
+    Raises:
+        ProfileError: no such profile, or one that cannot be used.
+    """
+    store = Store()
+    if path is not None:
+        return store.load(Path(path))
+    for entry in store.entries():
+        if entry.profile is not None:
+            return entry.profile
+    raise ProfileError(f"no stored profile in {store.folder}; make one with `autotune-offload probe`")
+
+
+def _carried_out(engine: Any, decided: Decided) -> Report:
+    """Put the chosen path into the engine, where there is one to be put; the report with its status."""
+    if not decided.carry_path or decided.report.profile is None:
+        return decided.report
+    choice = decided.report.profile.choice
+    try:
+        if choice.path == "pinned" and not engine.optimizer.offload_optimizer_pin_memory:
+            status = Status(why_not="offload_optimizer.pin_memory stays false, as you wrote it")
+        else:
+            status = attach(engine, choice, decided.device)
+    except Exception as error:  # fail open
+        if decided.strict:
+            raise
+        warn(f"the {choice.path} path was not attached: {cause(error)}; {DOCTOR}", error)
+        status = Status(why_not=cause(error))
+    return replace(decided.report, path=status)
+
+
+def tuned_zero_init(
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autotune: Mapping[str, Any] | bool | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a `zero.Init` as in `named`, its configuration tuned where it has one that acts."""
+    rest, call = named(signature, args, kwargs)
+    given = call.get("config") if call.get("config") is not None else call.get("config_dict_or_path")
+    if given is None or not call.get("enabled", True):
+        return rest, call
+    asked = Asked(model=call.get("module"), autotune=autotune, attaches=True, says=False)
+    decided = decided_or_not(given, asked)
+    call.pop("config", None)
+    call["config_dict_or_path"] = reading.accepted(given) if decided.config is None else decided.config
+    return rest, call

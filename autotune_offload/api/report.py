@@ -1,0 +1,119 @@
+"""What was done to one configuration, and what an engine has carried out of it."""
+
+from __future__ import annotations
+
+import statistics
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from autotune_offload.engine.attachment import Status
+from autotune_offload.records import Change, Profile, Record
+
+reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+
+
+class Report(Record, frozen=True, kw_only=True):
+    """What was done to one configuration, and why.
+
+    `profile` is None where nothing was tuned; `notices` then say why.
+    """
+
+    profile: Profile | None
+    changes: tuple[Change, ...] = ()
+    notices: tuple[str, ...] = ()
+    source: str = ""
+    """Where the profile comes from: measured now, or a file."""
+    path: Status | None = None
+    """What the attached path has done; None where nothing was to be attached."""
+    pinned_bytes: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """What is really page-locked for this engine, by buffer."""
+
+    def text(self) -> str:
+        """The report in plain lines: choice, reasons, changed keys, notices."""
+        return "\n".join([*self._choice_lines(), *self._change_lines(), *self._other_lines()])
+
+    def _choice_lines(self) -> list[str]:
+        if self.profile is None:
+            return ["autotune-offload: the configuration is unchanged"]
+        choice = self.profile.choice
+        words = f"path {choice.path}, cast on the {choice.cast}"
+        lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self.carrier()}", "why:"]
+        return lines + [f"  - {reason}" for reason in choice.reasons]
+
+    def carrier(self) -> str:
+        """By whom gradients are moved, and what is known of it so far, in a few words."""
+        if self.path is None:
+            return "by DeepSpeed's own code, with the keys below"
+        if self.path.why_not is not None:
+            return f"by DeepSpeed's own code, with the keys below: {self.path.why_not}"
+        words = "in the running optimizer"
+        check = self.path.check
+        if check is not None and check.partitions and check.mismatch is None:
+            words += f"; the first {check.partitions} partitions were DeepSpeed's own to the last bit"
+        words += self._times(self.path)
+        if self.path.stock_link_bytes:
+            share = self.path.link_bytes / self.path.stock_link_bytes
+            words += f"; {share:.0%} of the bytes that DeepSpeed would move over the link"
+        return words
+
+    def _times(self, path: Status) -> str:
+        """With the path and without; means, since the passes of one accumulation differ."""
+        ours, stock = path.backward_seconds, path.stock_backward_seconds
+        if not ours:
+            return ""
+        words = f"; {statistics.fmean(ours) * 1e3:.3g} ms of host time in a backward pass"
+        if not stock:
+            return words
+        passes = "the one" if len(stock) == 1 else f"the {len(stock)}"
+        without = f"{statistics.fmean(stock) * 1e3:.3g} ms without it"
+        return f"{words}, {without} (in {passes} after the self-check, left to DeepSpeed's own code)"
+
+    def _change_lines(self) -> list[str]:
+        if not self.changes:
+            return ["config: nothing to change"] if self.profile is not None else []
+        return ["config:"] + [
+            f"  {change.key}: {shown(change.before)} -> {shown(change.after)}" for change in self.changes
+        ]
+
+    def _other_lines(self) -> list[str]:
+        pinned = [
+            f"  {name}: {count:,} bytes page-locked" for name, count in self.pinned_bytes.items() if count
+        ]
+        notes = [f"  - {notice}" for notice in self.notices]
+        return ["page-locked:", *pinned] * bool(pinned) + ["notes:", *notes] * bool(notes)
+
+
+def report(engine: Any) -> Report:
+    """What was chosen for an engine, why, what was changed, and what DeepSpeed really page-locked."""
+    try:
+        known = reports.get(engine)
+    except TypeError:  # nothing that an engine could be
+        known = None
+    if known is None:
+        known = Report(profile=None, notices=("this engine was not made by autotune_offload.initialize",))
+    return replace(known, pinned_bytes=_really_pinned(engine))
+
+
+def _really_pinned(engine: Any) -> dict[str, int]:
+    """Bytes of DeepSpeed's own host buffers that are page-locked, by what they are for."""
+    optimizer = getattr(engine, "optimizer", None)
+    buffers = {
+        "gradient accumulation": [getattr(optimizer, "grad_partitions_flat_buffer", None)],
+        "fp32 gradients": [p.grad for p in getattr(optimizer, "fp32_partitioned_groups_flat", None) or []],
+        "16-bit parameters": [getattr(optimizer, "lp_param_buffer", None)],
+    }
+    return {name: sum(_pinned_bytes(t) for t in tensors) for name, tensors in buffers.items()}
+
+
+def _pinned_bytes(tensor: Any) -> int:
+    if tensor is None or tensor.device.type != "cpu" or not tensor.numel():
+        return 0
+    return int(tensor.nbytes) if tensor.is_pinned() else 0
+
+
+def shown(value: object) -> str:
+    return "absent" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

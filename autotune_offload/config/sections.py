@@ -1,0 +1,117 @@
+"""What one ds_config says of its offload sections, by stage and device; single values as DeepSpeed reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from autotune_offload.records import Change
+from autotune_offload.upstream import LEGACY, SECTION_STAGES, ZERO, Section, pins_by_default
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Whether anything is offloaded where `tune` can act: without that, there is nothing to measure."""
+    zero = config.get(ZERO)
+    if not isinstance(zero, Mapping):
+        return False
+    switched = (section for flag, section in LEGACY.items() if as_flag(zero.get(flag)) is True)
+    return any(device_of(zero, section) for section in SECTION_STAGES) or any(
+        stage_of(zero) in SECTION_STAGES[section] for section in switched
+    )
+
+
+def offloads_parameters(config: Mapping[str, Any]) -> bool:
+    """Whether stage 3 keeps its parameter partitions in host memory."""
+    zero = config.get(ZERO)
+    if not isinstance(zero, Mapping):
+        return False
+    switched = stage_of(zero) == 3 and as_flag(zero.get("cpu_offload_param")) is True
+    return switched or device_of(zero, "offload_param") == "cpu"
+
+
+def takes_a_path(config: Mapping[str, Any]) -> bool:
+    """Whether gradients leave by a path that can be attached: stage 3 with the optimizer on the CPU."""
+    zero = config.get(ZERO)
+    if not isinstance(zero, Mapping) or stage_of(zero) != 3:
+        return False
+    block = zero.get("offload_optimizer")
+    on_cpu = isinstance(block, Mapping) and block.get("device") == "cpu"
+    return on_cpu or as_flag(zero.get("cpu_offload")) is True
+
+
+def nested(changes: Iterable[Change]) -> dict[str, Any]:
+    """What `changes` write, nested as in a ds_config: ``{"zero_optimization": {...}}``."""
+    written: dict[str, Any] = {}
+    for change in changes:
+        if change.after is not None:
+            *parents, name = change.key.split(".")
+            holder = written
+            for parent in parents:
+                holder = holder.setdefault(parent, {})
+            holder[name] = change.after
+    return written
+
+
+def page_locks(config: Mapping[str, Any], version: str) -> dict[Section, bool]:
+    """The sections that offload to the CPU, each with whether DeepSpeed `version` page-locks for it.
+
+    Raises:
+        ConfigError: if `version` is not a version.
+    """
+    zero = config.get(ZERO)
+    if not isinstance(zero, Mapping):
+        return {}
+    default, locks = pins_by_default(version), dict[Section, bool]()
+    for section in SECTION_STAGES:
+        if device_of(zero, section) == "cpu":
+            given = as_flag(zero[section].get("pin_memory"))
+            locks[section] = default if given is None else given
+    for flag, section in LEGACY.items():
+        if as_flag(zero.get(flag)) is True and stage_of(zero) in SECTION_STAGES[section]:
+            locks.setdefault(section, default)
+    return locks
+
+
+def relative(keep: Collection[str]) -> tuple[str, ...]:
+    entries = (keep,) if isinstance(keep, str) else keep
+    return tuple(entry.removeprefix(ZERO).removeprefix(".") for entry in entries)
+
+
+def covers(entry: str, name: str) -> bool:
+    return entry in ("", name) or name.startswith(f"{entry}.")
+
+
+def device_of(zero: Mapping[str, Any], section: Section) -> str | None:
+    """Where `section` offloads to, or None where it does not or has no effect at this stage."""
+    block = zero.get(section)
+    device = block.get("device") if isinstance(block, Mapping) else None
+    return device if stage_of(zero) in SECTION_STAGES[section] and device in ("cpu", "nvme") else None
+
+
+def stage_of(zero: Mapping[str, Any]) -> int:
+    number = as_number(zero.get("stage", 0))
+    return int(number) if number is not None and math.isfinite(number) else 0
+
+
+def as_flag(value: object) -> bool | None:
+    """`value` as DeepSpeed's parser reads a boolean (pydantic's lax mode), or None where it refuses."""
+    text = str(value).lower() if isinstance(value, (bool, int, str)) else ""
+    if value == 0.0 or text in ("0", "off", "f", "false", "n", "no"):
+        return False
+    return True if value == 1.0 or text in ("1", "on", "t", "true", "y", "yes") else None
+
+
+def as_number(value: object) -> float | None:
+    """`value` as a number, a text that spells one included; None for all else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def shown(value: object) -> str:
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value, default=repr)

@@ -1,0 +1,109 @@
+"""The ZeRO-3 sizes that follow from the curves and the workload, in elements, each with its sentence."""
+
+from __future__ import annotations
+
+from autotune_offload.decide.cost_model import CostModel
+from autotune_offload.line import Line
+from autotune_offload.machine.device import Device
+from autotune_offload.records import Measurements, Memory, PinCost, Workload, ZeroSizes
+from autotune_offload.upstream import (
+    PERSISTENCE_ELEMENTS,
+    PREFETCH_BUCKET_ELEMENTS,
+    REDUCE_BUCKET_ELEMENTS,
+    SUB_GROUP_ELEMENTS,
+)
+from autotune_offload.workload import DTYPE_BYTES
+
+_BUCKETS_A_BACKWARD = 16
+"""So many times do gradients leave in a backward pass, if the link's latency allows."""
+
+_EFFICIENCY = 0.95
+"""Share of the link's bandwidth that a bucket should reach."""
+
+_DEVICE_MEMORY_SHARE = 0.02
+"""Of the device's memory at most for one bucket."""
+
+_UNKNOWN_MEMORY_BYTES = 8 << 30
+"""Taken where the device does not tell its memory: the least that offloading is used with."""
+
+
+def zero_sizes(model: CostModel, workload: Workload, device: Device, measurements: Measurements) -> ZeroSizes:
+    """The ZeRO-3 sizes for this device, workload and link.
+
+    Where nothing runs beside the host there is nothing to overlap, and DeepSpeed's own values stay.
+    """
+    values: dict[str, tuple[int | None, str]] = {"sub_group_elements": _sub_group(measurements.pin)}
+    if device.synchronous:
+        kept = f"on the {device.identity.kind} nothing overlaps, so DeepSpeed's own value stays"
+        names = ("reduce_bucket_elements", "prefetch_bucket_elements", "persistence_threshold_elements")
+        values |= dict.fromkeys(names, (None, kept))
+    else:
+        low = DTYPE_BYTES[workload.dtype]
+        memory: Memory = "pinned" if measurements.pin.largest_bytes else "pageable"
+        down, up = model.line("d2h", memory), model.line("h2d", memory)
+        bucket_bytes = (device.identity.memory_bytes or _UNKNOWN_MEMORY_BYTES) * _DEVICE_MEMORY_SHARE
+        room = max(int(bucket_bytes) // low, 1)
+        values |= {
+            "reduce_bucket_elements": _reduce_bucket(down, workload, room),
+            "prefetch_bucket_elements": _prefetch_bucket(up, workload, low, room),
+            "persistence_threshold_elements": _persistence(up, low, room),
+        }
+    return ZeroSizes(
+        **{name: value for name, (value, _) in values.items()},
+        reasons={name: reason for name, (_, reason) in values.items()},
+    )
+
+
+def _reduce_bucket(link: Line, workload: Workload, room: int) -> tuple[int, str]:
+    """Whole parameters fill a bucket; each rank offloads its share of it as fp32."""
+    efficient = int(link.bytes_at_efficiency(_EFFICIENCY) / 4) * workload.world_size
+    wanted = max(efficient, workload.parameter_elements // _BUCKETS_A_BACKWARD)
+    value = _power_of_two(wanted, min(room, REDUCE_BUCKET_ELEMENTS))
+    return value, (
+        f"{value:,} elements: gradients leave about {max(workload.parameter_elements // value, 1)} times in a "
+        f"backward pass; below {efficient:,} the link's latency of {link.latency_seconds * 1e6:.3g} us would cost "
+        f"over {1 - _EFFICIENCY:.0%}; the bucket takes {_DEVICE_MEMORY_SHARE:.0%} of the device's memory at most"
+    )
+
+
+def _prefetch_bucket(link: Line, workload: Workload, low: int, room: int) -> tuple[int, str]:
+    efficient = int(link.bytes_at_efficiency(_EFFICIENCY) / low) * workload.world_size
+    largest = workload.parameters[0][0]
+    wanted = max(efficient, min(largest, PREFETCH_BUCKET_ELEMENTS))
+    value = _power_of_two(wanted, room)
+    return value, (
+        f"{value:,} elements: the power of two that holds {wanted:,}, or {_DEVICE_MEMORY_SHARE:.0%} of the device's "
+        f"memory where that is less. That is the larger of two: the largest parameter ({largest:,}), which counts "
+        f"up to DeepSpeed's own {PREFETCH_BUCKET_ELEMENTS:,}, and the {efficient:,} at which h2d reaches "
+        f"{_EFFICIENCY:.0%} of its {link.bytes_per_second / 1e9:.3g} GB/s"
+    )
+
+
+def _persistence(link: Line, low: int, room: int) -> tuple[int, str]:
+    half = int(link.bytes_at_efficiency(0.5) / low)
+    value = max(min(half, PERSISTENCE_ELEMENTS, room), 1)
+    return value, (
+        f"{value:,} elements: up to {half:,} a fetch is mostly latency ({link.latency_seconds * 1e6:.3g} us), and "
+        f"DeepSpeed's own {PERSISTENCE_ELEMENTS:,} bounds the memory"
+    )
+
+
+def _sub_group(pin: PinCost) -> tuple[int | None, str]:
+    """Only a block that cannot be pinned asks for smaller tiles; DeepSpeed pins one a sub-group."""
+    if not pin.largest_bytes:
+        return (
+            None,
+            "DeepSpeed's own value stays: nothing is page-locked here, so no sub-group is too large for it",
+        )
+    if pin.capped or pin.largest_bytes >= 4 * SUB_GROUP_ELEMENTS:
+        return (
+            None,
+            "DeepSpeed's own value stays: it page-locks one block a sub-group, and none was too large here",
+        )
+    value = max(pin.largest_bytes // 4, 1)
+    return value, f"{value:,} elements: the largest block that pins here has {pin.largest_bytes:,} bytes"
+
+
+def _power_of_two(elements: int, most: int) -> int:
+    """The next power of two, or `most` where that is less; at least 1."""
+    return max(min(1 << max(elements - 1, 0).bit_length(), most), 1)

@@ -1,0 +1,221 @@
+"""What a ds_config says against itself, as findings: nothing here measures, and nothing is changed."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from autotune_offload.config import block as config_block
+from autotune_offload.config import mistakes, sections
+from autotune_offload.errors import ConfigError
+from autotune_offload.records import Finding, Profile
+from autotune_offload.upstream import LEGACY, LEGACY_PIN, SECTION_STAGES, ZERO, pins_by_default
+
+_DOCUMENTATION = "https://www.deepspeed.ai/docs/config-json/"
+_TUNED = "`autotune-offload apply` writes it; `autotune_offload.initialize` does so by itself"
+_PLAIN_TEXT = ("true", "false")
+
+
+def keys(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Misplaced, misspelt and doubled keys, and values that DeepSpeed refuses."""
+    for mistake in mistakes.mistakes(config):
+        yield Finding(
+            id="config-keys",
+            severity="will break" if mistake.refused else "costs",
+            found=mistake.found,
+            costs=None if mistake.refused else "DeepSpeed takes the file, and ignores this part of it",
+            fix=mistake.fix,
+        )
+    yield from _quoted(config)
+
+
+def _quoted(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Booleans in quotes, which DeepSpeed's parser takes and others who read the file do not."""
+    zero = config.get(ZERO)
+    blocks = (
+        {"": zero} | {f"{name}.": zero.get(name) for name in SECTION_STAGES}
+        if isinstance(zero, Mapping)
+        else {}
+    )
+    for prefix, holder in blocks.items():
+        for name, value in holder.items() if isinstance(holder, Mapping) else ():
+            if isinstance(value, str) and value.strip().lower() in _PLAIN_TEXT:
+                yield Finding(
+                    id="config-keys",
+                    severity="notice",
+                    found=f"{ZERO}.{prefix}{name} is the text {json.dumps(value)}, which DeepSpeed reads as a boolean",
+                    fix=f"write {value.strip().lower()} without quotes",
+                )
+
+
+def refused(config: Mapping[str, Any], refusals: Iterable[str], version: str) -> Iterator[Finding]:
+    """What the installed DeepSpeed's own parser refuses, and `keys` has not named yet."""
+    named = [mistake.found for mistake in mistakes.mistakes(config) if mistake.refused]
+    for refusal in refusals:
+        if not _named(refusal, named):
+            yield Finding(
+                id="config-parser",
+                severity="will break",
+                found=f"DeepSpeed {version} refuses this file: {refusal}",
+                fix=f"correct the value, or take the key out; {_DOCUMENTATION} describes each",
+            )
+
+
+def _named(refusal: str, named: Iterable[str]) -> bool:
+    """Whether the same key is in one of the sentences; DeepSpeed may call it by its other name."""
+    key, is_key, _ = refusal.partition(" is ")
+    for found in named:
+        subject = found.partition(" is ")[0]
+        if subject == ZERO:
+            return True  # the section itself is no object, so nothing in it was looked at
+        if "holds both" in found and (
+            not is_key or key.rpartition(".")[2] in subject.replace(",", "").split()
+        ):
+            return True
+        if is_key and key.replace(".stage3_", ".") == subject.replace(".stage3_", "."):
+            return True
+    return False
+
+
+def autos(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
+    """Values that are still "auto"."""
+    names = mistakes.still_auto(config)
+    inside = [name for name in names if name.startswith(f"{ZERO}.")]
+    outside = [name for name in names if name not in inside]
+    if inside:
+        yield Finding(
+            id="config-auto",
+            severity="notice",
+            found=f'still "auto": {", ".join(inside)}',
+            costs=f"DeepSpeed {version} takes its defaults for them without a word{_pinned_by_auto(inside)}",
+            fix="write values; `autotune-offload apply` and `autotune_offload.initialize` do so for those that follow "
+            "from this host",
+        )
+    if outside:
+        yield Finding(
+            id="config-auto",
+            severity="notice",
+            found=f'still "auto": {", ".join(outside)}',
+            costs="a framework such as the Hugging Face Trainer fills them in; DeepSpeed alone stops at most of them",
+            fix="write values where no framework reads this file",
+        )
+
+
+def _pinned_by_auto(names: Iterable[str]) -> str:
+    pins = [name for name in names if name.endswith(".pin_memory")]
+    return '; "auto" for pin_memory means page-locked from 0.19.5 on' if pins else ""
+
+
+def offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
+    """Whether anything is offloaded, and whether what is page-locked is left to a default that changed."""
+    zero = config.get(ZERO)
+    if not isinstance(zero, Mapping):
+        zero = {}
+    if not sections.offloads(config):
+        yield Finding(
+            id="config-offload",
+            severity="notice",
+            found="this file offloads nothing, so there is nothing to tune" + _wrong_stage(zero),
+            fix=f'none needed, if so meant; else write "offload_optimizer": {{"device": "cpu"}} into "{ZERO}", at '
+            "stage 1 to 3",
+        )
+    for section, locks in sections.page_locks(config, version).items():
+        if "pin_memory" not in zero.get(section, ("pin_memory",)):
+            yield Finding(
+                id="config-offload",
+                severity="notice",
+                found=f"{ZERO}.{section}.pin_memory is absent, which DeepSpeed {version} takes as {json.dumps(locks)}",
+                costs="DeepSpeed before 0.19.5 takes false, later ones true: an upgrade changes what is page-locked",
+                fix=f"write true or false; {_TUNED}",
+            )
+
+
+def _wrong_stage(zero: Mapping[str, Any]) -> str:
+    given = [name for name in SECTION_STAGES if isinstance(zero.get(name), Mapping)]
+    return (
+        f" (stage {json.dumps(zero.get('stage', 0))}, where {' and '.join(given)} has no effect)"
+        if given
+        else ""
+    )
+
+
+def legacy(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
+    """Deprecated switches, one of which DeepSpeed reads and does nothing with."""
+    zero = config.get(ZERO)
+    if not isinstance(zero, Mapping):
+        return
+    for flag, section in LEGACY.items():
+        if flag in zero and section not in zero:
+            yield Finding(
+                id="config-legacy",
+                severity="notice",
+                found=f"{ZERO}.{flag} is deprecated: {section} stands for it",
+                fix=f'write "{section}": {{"device": "cpu"}} instead; {_TUNED}',
+            )
+    if LEGACY_PIN in zero:
+        yield Finding(
+            id="config-legacy",
+            severity="costs",
+            found=f"{ZERO}.{LEGACY_PIN} is {json.dumps(zero[LEGACY_PIN])}, and DeepSpeed does nothing with it",
+            costs=f"what is page-locked follows from pin_memory in the sections, which DeepSpeed {version} takes "
+            f"as {json.dumps(pins_by_default(version))} where it is absent",
+            fix=f"take it out, and write pin_memory into each section; {_TUNED}",
+        )
+
+
+def block(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Our own block: what is wrong in it, or a name that is nearly its own."""
+    try:
+        settings = config_block.settings(config)
+    except ConfigError as error:
+        ours = config[config_block.BLOCK]
+        strict = isinstance(ours, Mapping) and ours.get("strict") is True
+        yield Finding(
+            id="config-block",
+            severity="will break" if strict else "costs",
+            found=str(error),
+            costs='with "strict" the run stops there' if strict else "the run starts untuned, with a warning",
+            fix="correct these keys",
+        )
+        return
+    for sentence in mistakes.protecting_nothing(settings.keep):
+        found, _, nearest = sentence.partition("; ")
+        yield Finding(id="config-block", severity="notice", found=found, fix=f"take it out; {nearest}")
+    if config_block.BLOCK not in config:
+        yield from _nearly_ours(config)
+
+
+def _nearly_ours(config: Mapping[str, Any]) -> Iterator[Finding]:
+    for near in difflib.get_close_matches(config_block.BLOCK, map(str, config), n=1, cutoff=0.8):
+        yield Finding(
+            id="config-block",
+            severity="costs",
+            found=f'"{near}" at the top level is read by nobody',
+            costs="what it fixes is not fixed",
+            fix=f'rename it to "{config_block.BLOCK}"',
+        )
+
+
+def zero_init(config: Mapping[str, Any], version: str, profile: Profile | None) -> Iterator[Finding]:
+    """What `zero.Init` would fix before `initialize` can: parameters are placed as this very file says.
+
+    A file cannot show whether a script builds its model under `zero.Init`; Hugging Face's `from_pretrained`
+    does so for ZeRO-3.
+    """
+    pins = sections.page_locks(config, version).get("offload_param")
+    wanted = profile.choice.pin_parameters if profile is not None else None
+    if pins is None or pins is wanted:
+        return
+    chosen = f"; {json.dumps(wanted)} was chosen here" if wanted is not None else ""
+    yield Finding(
+        id="zero-init",
+        severity="notice",
+        found=f"under `zero.Init` with this file, parameters get pin_memory {json.dumps(pins)} before `initialize` can "
+        f"change it{chosen}. Whether a script does that, a file cannot show; Hugging Face's `from_pretrained` does",
+        costs="parameters without gradients stay so; the others move into DeepSpeed's own flat buffer, which it "
+        "page-locks in any case",
+        fix="give `zero.Init`, or the framework, what `autotune_offload.tune_config` or `autotune-offload apply` makes "
+        "of this file",
+    )

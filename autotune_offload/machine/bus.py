@@ -1,0 +1,63 @@
+"""Accelerators on the PCI bus, as the kernel lists them; no driver is asked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune_offload.machine.procfs import ROOT, contents, number_in
+
+# -- accelerators on the bus ----------------------------------------------------------------------
+
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1da3": "Habana"}
+_ACCELERATOR_CLASSES = ("0x0302", "0x0380", "0x1200")
+"""3D controller, other display controller, processing accelerator (pci.ids). A plain VGA controller is an
+accelerator only where it is NVIDIA's: those of the others sit in many a server for the console alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusDevice:
+    """An accelerator on the PCI bus; what /sys does not tell is None. Speeds in 1e9 transfers a second."""
+
+    address: str
+    vendor: str
+    link_width: int | None
+    device_link_width: int | None
+    """The most that the device itself can do."""
+    slot_speed: float | None
+    """The most that what it is plugged into can do: an idle device lowers its own speed, this stays."""
+    device_speed: float | None
+    numa_node: int | None
+
+
+def accelerators(*, root: Path = ROOT) -> tuple[BusDevice, ...]:
+    """The accelerators that /sys shows, whether or not any driver or library can use them."""
+    found = sorted((root / "sys/bus/pci/devices").glob("*"))
+    return tuple(_bus_device(folder) for folder in found if _is_accelerator(folder))
+
+
+def _is_accelerator(folder: Path) -> bool:
+    vendor, kind = contents(folder / "vendor").strip(), contents(folder / "class").strip()
+    return vendor in _VENDORS and (
+        kind.startswith(_ACCELERATOR_CLASSES) or (vendor == "0x10de" and kind.startswith("0x0300"))
+    )
+
+
+def _bus_device(folder: Path) -> BusDevice:
+    node = contents(folder / "numa_node").strip()  # -1: the firmware does not say
+    return BusDevice(
+        address=folder.name,
+        vendor=_VENDORS[contents(folder / "vendor").strip()],
+        link_width=number_in(folder / "current_link_width") or None,
+        device_link_width=number_in(folder / "max_link_width") or None,
+        slot_speed=_transfers(folder.resolve().parent / "max_link_speed"),
+        device_speed=_transfers(folder / "max_link_speed"),
+        numa_node=int(node) if node.isdecimal() else None,
+    )
+
+
+def _transfers(path: Path) -> float | None:
+    """The number of a file such as ``16.0 GT/s PCIe``; None for "Unknown"."""
+    found = re.match(r"([\d.]+) GT/s", contents(path))
+    return float(found[1]) if found else None

@@ -1,0 +1,131 @@
+"""`staged`: a ring of page-locked buffers that the device fills and the host empties."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+import msgspec
+import torch
+from torch import Tensor
+
+from autotune_offload.machine.device import Device
+from autotune_offload.paths.path import GradientPath, Spec, chunks
+from autotune_offload.paths.threads import HostThreads
+
+
+class _Slot(msgspec.Struct):
+    """One buffer of a ring and what is still to be done with its contents."""
+
+    buffer: Tensor
+    land: Callable[[], None] | None = None
+    future: Future[None] | None = None
+
+
+class Ring:
+    """Buffers in host memory that the device fills and the host empties in turn, oldest first.
+
+    While the host empties one buffer the device fills the next ones. Only the event behind a buffer's
+    own copy is waited for.
+
+    Args:
+        device: fills the buffers, on the stream that is current at each `put`.
+        block: host memory that is cut into the buffers; the ring does not own it.
+        count: how many buffers.
+        threads: who empties them; a count of 0 is the calling thread, at the latest moment.
+    """
+
+    def __init__(self, device: Device, block: Tensor, count: int, threads: HostThreads) -> None:
+        self._device, self._threads = device, threads
+        self._slots = deque(_Slot(buffer) for buffer in block.chunk(count))
+
+    def put(self, source: Tensor, land: Callable[[Tensor], None]) -> Tensor:
+        """Queue a copy of `source`, which fits; `land` is called with the buffer that it has arrived in.
+
+        Blocks only while every buffer is still in use. Returns that buffer.
+        """
+        slot = self._slots[0]
+        self._empty(slot)
+        arrived = slot.buffer[: source.numel()]
+        self._device.d2h(arrived, source, non_blocking=True)
+        event = self._device.record_event()
+
+        def work() -> None:
+            event.synchronize()
+            land(arrived)
+
+        slot.land = work
+        if self._threads.count:
+            slot.future = self._threads.submit(work)
+        self._slots.rotate(-1)
+        return arrived
+
+    def _empty(self, slot: _Slot) -> None:
+        if slot.land is None:
+            return
+        try:
+            if slot.future is not None:
+                slot.future.result()
+            else:
+                slot.land()
+        finally:
+            slot.land = slot.future = None
+
+    def drain(self) -> None:
+        """Empty the buffers, oldest first; what one of them raises is raised here."""
+        for slot in self._slots:
+            self._empty(slot)
+
+    def abandon(self) -> None:
+        """Return when no thread is at work any more; what was not begun is forgotten."""
+        for slot in self._slots:
+            if slot.future is not None:
+                wait([slot.future])
+            slot.land = slot.future = None
+
+
+class StagedPath(GradientPath):
+    """`staged`: through a ring of page-locked buffers, then from each into pageable memory."""
+
+    def __init__(self, device: Device, spec: Spec, dtype: torch.dtype) -> None:
+        """Allocates the ring as one page-locked block, and a device scratch for casts there."""
+        super().__init__(device, spec, dtype)
+        landing = torch.float32 if self.casts_on_device else dtype
+        self.buffer_elements = spec.buffer_bytes // landing.itemsize
+        self._scratch: Tensor | None = None
+        if self.casts_on_device:
+            self._scratch = device.empty(self.buffer_elements, torch.float32)
+        self._block: Tensor | None = device.pinned_empty(self.buffer_elements * spec.buffer_count, landing)
+        self.threads = HostThreads(spec.host_threads, device)
+        self._ring = Ring(device, self._block, spec.buffer_count, self.threads)
+
+    def offload(self, source: Tensor, destination: Tensor) -> None:
+        """Queue one partition; blocks only while every buffer is still in use."""
+        for low, fp32 in chunks(source, destination, self.buffer_elements):
+            self._ring.put(self._landing(low), functools.partial(self._land, fp32))
+
+    def _landing(self, low: Tensor) -> Tensor:
+        """What crosses the link: the values, or their cast in the scratch."""
+        if self._scratch is None:
+            return low
+        scratch = self._scratch[: low.numel()]
+        self.device.cast(scratch, low)
+        return scratch
+
+    def _land(self, destination: Tensor, buffer: Tensor) -> None:
+        self.device.h2h(destination, buffer)
+
+    def drain(self) -> None:
+        """Empty the buffers, oldest first."""
+        self._ring.drain()
+
+    def close(self) -> None:
+        """End the host threads and unpin the ring."""
+        super().close()
+        self._scratch = None
+        if self._block is not None:
+            del self._ring
+            self.device.release_pinned(self._block)
+            self._block = None

@@ -1,0 +1,4 @@
+"""Several ranks, one decision.
+
+From below: group, ballots, agreement, agree, turns.
+"""

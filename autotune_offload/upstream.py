@@ -1,0 +1,184 @@
+"""Everything that is relied on of DeepSpeed's source. A new release means this one file.
+
+Each constant names the file or the pull request that it was read from, and the releases that it holds for. What a
+live optimizer is asked for by these names is in `engine.stage3`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from packaging.version import InvalidVersion, Version
+
+from autotune_offload.errors import ConfigError
+from autotune_offload.records import Memory, Record
+
+Section = Literal["offload_optimizer", "offload_param"]
+
+# -- releases -------------------------------------------------------------------------------------
+
+OLDEST = "0.14.5"
+"""The oldest DeepSpeed whose parser these keys were tried on, and whose ZeRO-3 source was read."""
+
+NEWEST = "0.19.8"
+"""The newest one."""
+
+NEEDS_NUMACTL_BELOW = Version("0.16")
+"""Up to 0.15.4 DeepSpeed's CPU accelerator calls numactl unless LOCAL_SIZE is set (read and run: 0.14.5 to
+0.15.4 fail, 0.16.2 does not)."""
+
+NATIVE_PINS_SINCE = Version("0.19.6")
+"""The first DeepSpeed that reads DS_PIN_MEMORY_BACKEND."""
+
+PINS_BY_DEFAULT_SINCE = "0.19.5"
+"""The first DeepSpeed that takes an absent ``pin_memory`` as true (PR 8207)."""
+
+
+def parse_version(text: str) -> Version:
+    """`text` as a version.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise ConfigError(
+            f'DeepSpeed version "{text}" is not a version; expected one such as 0.19.8'
+        ) from None
+
+
+def pins_by_default(version: str) -> bool:
+    """What DeepSpeed `version` takes an absent ``pin_memory`` as. Raises ConfigError if it is no version."""
+    return parse_version(version).release >= Version(PINS_BY_DEFAULT_SINCE).release
+
+
+# -- its configuration ----------------------------------------------------------------------------
+
+ZERO = "zero_optimization"
+
+SECTION_STAGES: dict[Section, frozenset[int]] = {
+    "offload_optimizer": frozenset({1, 2, 3}),
+    "offload_param": frozenset({3}),
+}
+"""The ZeRO stages in which each offload section acts."""
+
+LEGACY: dict[str, Section] = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+"""Deprecated switches and the sections that replace them."""
+
+LEGACY_PIN = "cpu_offload_use_pin_memory"
+"""Deprecated; DeepSpeed reads it and does nothing with it."""
+
+KNOWN = frozenset(
+    """
+    stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
+    allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
+    elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param
+    cpu_offload_use_pin_memory cpu_offload prefetch_bucket_size param_persistence_threshold
+    model_persistence_threshold max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save
+    module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential
+    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
+    stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+    stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients
+    parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
+    zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+    log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
+    mics_shard_size mics_hierarchical_params_gather zeropp_loco_param
+    """.split()
+)
+"""What some DeepSpeed from 0.14.5 to 0.19.8 takes in ``zero_optimization`` (`runtime/zero/config.py`)."""
+
+KNOWN_IN_SECTIONS = {
+    "offload_optimizer": frozenset(
+        """
+        device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
+        cpuadam_cores_perc
+        """.split()
+    ),
+    "offload_param": frozenset(
+        ("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory")
+    ),
+}
+"""The same for the two offload sections (`runtime/zero/offload_config.py`)."""
+
+REDUCE_BUCKET_ELEMENTS = 500_000_000
+PREFETCH_BUCKET_ELEMENTS = 50_000_000
+PERSISTENCE_ELEMENTS = 100_000
+SUB_GROUP_ELEMENTS = 1_000_000_000
+"""The ZeRO-3 sizes where the configuration names none (`runtime/zero/config.py`, the same in all of them)."""
+
+# -- how its ZeRO-3 optimizer moves gradients -----------------------------------------------------
+
+STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
+LOW_PRECISION = f"_{STAGE3}__param_id_to_grad_partition"
+"""DeepSpeed's private name of the low-precision accumulation buffer's views, by ds_id."""
+
+PARTITION, EPILOGUE, DESTROY = "partition_grads", "independent_gradient_partition_epilogue", "destroy"
+SETTERS = (
+    "set_fp32_grad_for_param",
+    "set_local_grad_for_param",
+    "update_fp32_grad_for_param_vectorized",
+)
+"""What changes an fp32 gradient between backward and step; 0.14.5 lacks the second, 0.15.4 the third."""
+
+NEEDED = (
+    PARTITION,
+    EPILOGUE,
+    "grad_position",
+    "norm_for_param_grads",
+    "fp32_partitioned_groups_flat",
+    "gradient_accumulation_dtype",
+    "is_gradient_accumulation_boundary",
+    "micro_step_id",
+    LOW_PRECISION,
+)
+
+
+class StockSequence(Record, frozen=True, kw_only=True):
+    """How one range of DeepSpeed versions moves a gradient at the accumulation boundary.
+
+    `first` and `last` bound the versions, inclusive, as (major, minor, patch); `default_memory` is
+    where those versions put the destination when `pin_memory` is not written.
+    """
+
+    name: str
+    first: tuple[int, int, int]
+    last: tuple[int, int, int]
+    default_memory: Memory
+
+    @property
+    def versions(self) -> str:
+        """The range in words."""
+        low = ".".join(map(str, self.first))
+        return (
+            f"{low} and newer"
+            if self.last == NEWEST_SEQUENCE
+            else f"{low} to {'.'.join(map(str, self.last))}"
+        )
+
+
+NEWEST_SEQUENCE = (10_000, 0, 0)
+
+# partition_grads in deepspeed/runtime/zero/stage3.py, read in the wheels of 17 versions
+STOCK_SEQUENCES = (
+    StockSequence(name="implicit_upcast", first=(0, 14, 5), last=(0, 15, 3), default_memory="pageable"),
+    StockSequence(name="bounce_buffer", first=(0, 15, 4), last=(0, 16, 2), default_memory="pageable"),
+    StockSequence(name="explicit_upcast", first=(0, 16, 3), last=(0, 19, 4), default_memory="pageable"),
+    StockSequence(
+        name="explicit_upcast_non_blocking", first=(0, 19, 5), last=NEWEST_SEQUENCE, default_memory="pinned"
+    ),
+)
+
+
+def named_sequence(name: str) -> StockSequence:
+    """One of `STOCK_SEQUENCES` by its name, as a `Baseline` has it."""
+    return next(sequence for sequence in STOCK_SEQUENCES if sequence.name == name)
+
+
+def stock_sequence(version: tuple[int, int, int]) -> StockSequence:
+    """The sequence of a DeepSpeed version; older than any known counts as the oldest."""
+    for sequence in reversed(STOCK_SEQUENCES):
+        if version >= sequence.first:
+            return sequence
+    return STOCK_SEQUENCES[0]
