@@ -21,9 +21,9 @@ from markdown_it import MarkdownIt
 
 from autotune_offload.cli import cli
 from autotune_offload.config import block as config_block
+from tests import CHECKOUT
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 GIVEN = """
@@ -103,11 +103,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     ]
     done = subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=CHECKOUT,
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
     )
     assert done.returncode == 0, done.stderr
     index = (tmp_path / "index.html").read_text(encoding="utf-8")
@@ -141,7 +141,11 @@ def _launched(cache: Path) -> dict[str, str]:
         port = free.getsockname()[1]
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    own = {"PYTHONPATH": str(ROOT), "AUTOTUNE_OFFLOAD_CACHE": str(cache / "cache"), "OMP_NUM_THREADS": "1"}
+    own = {
+        "PYTHONPATH": str(CHECKOUT),
+        "AUTOTUNE_OFFLOAD_CACHE": str(cache / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
     return {**os.environ, **rank, **address, **own}
 
 
@@ -182,20 +186,20 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
 
 def test_every_verb_has_a_section() -> None:
     """docs/cli.md describes what the command line has."""
-    headings = re.findall(r"^## (\w+)$", (ROOT / "docs/cli.md").read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^## (\w+)$", (CHECKOUT / "docs/cli.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(cli.commands) <= set(headings)
 
 
 def test_a_missing_verb_or_option_would_be_seen() -> None:
     """The reader of commands finds them in a console block, past what stands behind them."""
     text = "$ autotune-offload probe --json | head\noutput\nautotune-offload show KEY    words\n"
-    block = Block(ROOT, 1, "console", text)
+    block = Block(CHECKOUT, 1, "console", text)
     assert list(commands(block)) == [["probe", "--json"], ["show", "KEY"]]
 
 
 @pytest.mark.parametrize("name", ["failure", "wrong-choice", "machine"])
 def test_issue_templates_ask_for_what_doctor_says(name: str) -> None:
     """Each is a form that can be read, and asks for the document of `doctor`."""
-    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8"))
+    form = yaml.safe_load((CHECKOUT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8"))
     labels = [field["attributes"]["label"] for field in form["body"]]
     assert any("autotune-offload doctor --json" in label for label in labels)

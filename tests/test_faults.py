@@ -17,12 +17,11 @@ import pytest
 
 from autotune_offload.errors import ProfileError
 from autotune_offload.places import CACHE_VARIABLE
-from autotune_offload.profiles import store as store_module
 from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import Profile
+from tests import CHECKOUT
 from tests.factories import make_profile
 
-CHECKOUT = Path(store_module.__file__).parents[1]
 NOBODY = 54321
 """A uid without an entry in passwd."""
 

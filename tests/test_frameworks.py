@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from tests import CHECKOUT
 from tests.prepared import CHOICE
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 EXAMPLES = CHECKOUT / "examples"
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = CHECKOUT / "tests" / "scripts"
 
 _missing = [name for name in ("transformers", "accelerate", "lightning") if not find_spec(name)]
 pytestmark = [

@@ -14,7 +14,9 @@ import yaml
 from deepspeed.launcher.runner import fetch_hostfile
 from torch.distributed.run import get_args_parser
 
-LAUNCH = Path(__file__).resolve().parents[1] / "examples" / "launch"
+from tests import CHECKOUT
+
+LAUNCH = CHECKOUT / "examples" / "launch"
 WATCHED = (
     "RANK",
     "LOCAL_RANK",

@@ -11,8 +11,7 @@ import pytest
 
 from autotune_offload import places
 from autotune_offload.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests import CHECKOUT
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +19,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel, built here by the backend itself: no isolated environment, so no network."""
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    built = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     (archive,) = target.glob("*.whl")
     return zipfile.ZipFile(archive)
@@ -36,14 +35,14 @@ def _files_below(folder: Path) -> set[str]:
 
 def test_the_wheel_holds_every_config(wheel: zipfile.ZipFile) -> None:
     """Each file of configs/ is in the wheel, inside the package."""
-    configs = _files_below(ROOT / "configs")
+    configs = _files_below(CHECKOUT / "configs")
     assert configs
     assert {f"autotune_offload/configs/{name}" for name in configs} <= set(wheel.namelist())
 
 
 def test_the_wheel_holds_every_module_and_the_type_marker(wheel: zipfile.ZipFile) -> None:
     """Nothing of the package is left out, py.typed among it."""
-    expected = {f"autotune_offload/{name}" for name in _files_below(ROOT / "autotune_offload")}
+    expected = {f"autotune_offload/{name}" for name in _files_below(CHECKOUT / "autotune_offload")}
     assert "autotune_offload/py.typed" in expected
     assert expected <= set(wheel.namelist())
 
@@ -57,7 +56,7 @@ def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.ZipFile) -> None
 def test_an_unpacked_wheel_finds_its_own_configs(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     """Installed from a wheel, `config_file` gives the copy inside the package."""
     wheel.extractall(tmp_path)
-    name = sorted(_files_below(ROOT / "configs"))[0]
+    name = sorted(_files_below(CHECKOUT / "configs"))[0]
     script = f"from autotune_offload.places import config_file; print(config_file({name!r}))"
     found = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -67,8 +66,8 @@ def test_an_unpacked_wheel_finds_its_own_configs(wheel: zipfile.ZipFile, tmp_pat
 
 def test_a_checkout_finds_the_configs_beside_the_package() -> None:
     """In a checkout, and so for an editable install, `config_file` gives the file under configs/."""
-    for name in _files_below(ROOT / "configs"):
-        assert places.config_file(*name.split("/")) == ROOT / "configs" / name
+    for name in _files_below(CHECKOUT / "configs"):
+        assert places.config_file(*name.split("/")) == CHECKOUT / "configs" / name
 
 
 @pytest.mark.parametrize("parts", [("probe_plans", "no_such_plan.yaml"), ("probe_plans",), ("..", "LICENSE")])
@@ -77,4 +76,4 @@ def test_a_file_that_is_not_shipped_is_refused_with_those_that_are(parts: tuple[
     with pytest.raises(ConfigError) as caught:
         places.config_file(*parts)
     assert "/".join(parts) in str(caught.value)
-    assert all(name in str(caught.value) for name in _files_below(ROOT / "configs"))
+    assert all(name in str(caught.value) for name in _files_below(CHECKOUT / "configs"))

@@ -1,6 +1,6 @@
 """Real processes that train together on the CPU: agreement, and everything that can be wrong with one of them.
 
-What each rank does is in `tests/ranks.py`; a launch serves many tests, since a rank takes seconds to start.
+What each rank does is in `tests/rank_processes.py`; a launch serves many tests, since a rank takes seconds to start.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests import ranks
+from tests import CHECKOUT
+from tests import rank_processes as ranks
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "tests" / "ranks.py"
 LIMIT_SECONDS = 200
 Results = dict[str, list[dict[str, Any]]]

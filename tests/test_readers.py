@@ -26,9 +26,10 @@ from autotune_offload.config import reading
 from autotune_offload.described import machine
 from autotune_offload.errors import AutotuneError, ConfigError, ProfileError
 from autotune_offload.profiles.store import Store
+from tests import DATA
 from tests.factories import make_profile
 
-CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
+CONFIGS = sorted((DATA / "configs").glob("*.json"))
 fuzzing = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import CHECKOUT
 from tests.reliability import FAULTS
 from tests.reliability.registry import AREAS, Fault, NotPossible, fault, run, within
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
+PAGE = CHECKOUT / "docs" / "reliability.md"
 
 
 @pytest.mark.parametrize("name", FAULTS)

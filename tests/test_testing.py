@@ -17,7 +17,7 @@ from autotune_offload.paths.build import build
 from autotune_offload.paths.path import destination_memory
 from autotune_offload.records import Settings
 from autotune_offload.testing import Calls, FakeAccelerator, FakeAcceleratorDevice, habana, junk
-from tests.test_simulated import small
+from tests.described.test_simulated import small
 
 OWN = {"kind", "count", "pinning", "calls", "current"}
 """What a FakeAccelerator has beside the calls it stands for."""

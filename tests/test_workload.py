@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from autotune_offload import workload
 from autotune_offload.errors import ConfigError
+from tests import DATA
 from tests.factories import make_workload
 
-CONFIGS = Path(__file__).parent / "data" / "hf_configs"
+CONFIGS = DATA / "hf_configs"
 
 PUBLISHED = {
     "llama2_7b": 6_738_415_616,

@@ -99,6 +99,7 @@ def decided_or_not(given: object, asked: Asked) -> Decided:
 
 
 def cause(error: Exception) -> str:
+    """What a failure says of itself, in one clause."""
     return str(error) if isinstance(error, AutotuneError) else f"{type(error).__name__}: {error}"
 
 
@@ -110,6 +111,7 @@ def warn(notice: str, error: Exception | None = None) -> None:
 
 
 def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -> Decided:
+    """The decision itself; whatever it raises is the caller's to survive."""
     settings = config_block.settings(_with_overrides(config, asked.autotune))
     why_not = _why_not(config, settings)
     if why_not is not None:

@@ -116,4 +116,5 @@ def _pinned_bytes(tensor: Any) -> int:
 
 
 def shown(value: object) -> str:
+    """A value of a configuration in a line of text."""
     return "absent" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -60,6 +60,7 @@ def still_auto(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def both(*names: str, fix: str) -> Mistake:
+    """Two spellings of one thing."""
     return Mistake(found=f"{ZERO} holds both {' and '.join(names)}, which DeepSpeed refuses", fix=fix)
 
 
@@ -74,11 +75,13 @@ def _doubled(zero: Mapping[str, Any]) -> Iterator[Mistake]:
 
 
 def near_section(config: Mapping[str, Any]) -> str | None:
+    """The top-level key that was probably meant as ``zero_optimization``."""
     near = difflib.get_close_matches(ZERO, map(str, config), n=1, cutoff=0.8)
     return next((name for name in near if name != ZERO), None)
 
 
 def misplaced(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Keys that belong one level deeper."""
     for name in config:
         if name in KNOWN:
             yield Mistake(
@@ -161,6 +164,7 @@ def protecting_nothing(keep: Collection[str]) -> Iterator[str]:
 
 
 def about_still_auto(config: Mapping[str, Any], explained: Collection[str]) -> list[str]:
+    """One sentence on what nobody has filled in, but for what is explained elsewhere."""
     names = [name for name in autos(config) if name not in explained and not covers(BLOCK, name)]
     if not names:
         return []
@@ -171,6 +175,7 @@ def about_still_auto(config: Mapping[str, Any], explained: Collection[str]) -> l
 
 
 def autos(value: object, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all that is "auto"."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from autos(item, f"{prefix}.{name}" if prefix else str(name))

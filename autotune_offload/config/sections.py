@@ -75,11 +75,13 @@ def page_locks(config: Mapping[str, Any], version: str) -> dict[Section, bool]:
 
 
 def relative(keep: Collection[str]) -> tuple[str, ...]:
+    """Entries of `keep` as names within ``zero_optimization``."""
     entries = (keep,) if isinstance(keep, str) else keep
     return tuple(entry.removeprefix(ZERO).removeprefix(".") for entry in entries)
 
 
 def covers(entry: str, name: str) -> bool:
+    """Whether an entry of `keep` protects this key."""
     return entry in ("", name) or name.startswith(f"{entry}.")
 
 
@@ -91,6 +93,7 @@ def device_of(zero: Mapping[str, Any], section: Section) -> str | None:
 
 
 def stage_of(zero: Mapping[str, Any]) -> int:
+    """The ZeRO stage; 0 where it is absent or no number."""
     number = as_number(zero.get("stage", 0))
     return int(number) if number is not None and math.isfinite(number) else 0
 
@@ -114,4 +117,5 @@ def as_number(value: object) -> float | None:
 
 
 def shown(value: object) -> str:
+    """A value as its file spells it."""
     return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value, default=repr)

@@ -79,6 +79,7 @@ class Entrant(Generic[R]):
 
 @contextlib.contextmanager
 def put_aside_on_failure(entrant: Entrant[Any]) -> Iterator[None]:
+    """Whatever the entrant fails with is its own fault, and ends its part alone."""
     try:
         yield
     except FAILURES as error:

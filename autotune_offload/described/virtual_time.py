@@ -122,6 +122,7 @@ class InTime(Future[R]):
         self._device, self.at = device, 0.0
 
     def result(self, timeout: float | None = None) -> R:
+        """The result, once the waiting thread's clock has come to its end."""
         self._device.wait(self.at, 0.0)
         return super().result(timeout)
 
@@ -135,16 +136,20 @@ class Busy:
         self.spans: list[tuple[float, float, float]] = []
 
     def take(self, start: float, end: float, rate: float) -> None:
+        """Note a use of the resource."""
         if end > start:
             self.spans.append((start, end, rate))
 
     def forget_before(self, moment: float) -> None:
+        """Drop what is over."""
         if self.spans and self.spans[0][1] <= moment:
             self.spans = [span for span in self.spans if span[1] > moment]
 
     def used(self, moment: float) -> float:
+        """The rate in use at a moment."""
         return sum(rate for start, end, rate in self.spans if start <= moment < end)
 
     def next_change(self, moment: float) -> float:
+        """When the use changes next."""
         later = [edge for start, end, _ in self.spans for edge in (start, end) if edge > moment]
         return min(later, default=math.inf)

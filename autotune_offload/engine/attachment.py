@@ -423,6 +423,7 @@ class Attachment:
 
 
 def close_quietly(what: GradientPath | Accumulation) -> None:
+    """Give the buffers back; what fails in that is not worth a run."""
     try:
         what.close()
     except Exception:

@@ -43,12 +43,15 @@ class Linear(nn.Linear):
     """In fp32 on the CPU: torch's bf16 product is up to 50 times slower there without AVX-512."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """The product."""
         if x.device.type != "cpu":
             return super().forward(x)
         return F.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
 
 
 class Block(nn.Module):
+    """Attention and a feed-forward of a decoder layer."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.heads = width // 64
@@ -57,6 +60,7 @@ class Block(nn.Module):
         self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """One layer."""
         qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, 64))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -66,6 +70,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """The whole decoder with its loss."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.tokens = nn.Embedding(spec.vocabulary, spec.width)
@@ -73,5 +79,6 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(spec.width), Linear(spec.width, spec.vocabulary)
 
     def forward(self, rows: Tensor) -> Tensor:
+        """The mean cross entropy of predicting each token from those before it."""
         logits = self.head(self.norm(self.blocks(self.tokens(rows[:, :-1]))))
         return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())

@@ -137,6 +137,7 @@ class Clock:
         self.by_host = bool(accelerator.use_host_timers())
 
     def mark(self) -> Any:
+        """A moment on the device's own clock, or on the host's."""
         if self.by_host:
             return time.perf_counter()
         event = self.accelerator.Event(enable_timing=True)
@@ -152,6 +153,8 @@ class Clock:
 
 @dataclass(slots=True)
 class Trainee:
+    """One engine and the times of its steps."""
+
     name: str
     engine: Any
     clock: Clock
@@ -211,6 +214,7 @@ class Trainee:
 def start_trainees(
     runs: Sequence[Variant], model: ModelSpec, cleanup: ExitStack, report: Progress
 ) -> list[Trainee]:
+    """An engine for each variant, each on its own copy of the model."""
     import deepspeed.comm
     from deepspeed.accelerator import get_accelerator
 
@@ -233,6 +237,7 @@ def start_trainees(
 
 
 def leave_process_group() -> None:
+    """Undo what the first engine set up."""
     import deepspeed.comm
 
     if deepspeed.comm.is_initialized():
@@ -240,6 +245,7 @@ def leave_process_group() -> None:
 
 
 def release_memory() -> None:
+    """Give back what an engine that is gone still holds in caches."""
     from deepspeed.accelerator import get_accelerator
 
     gc.collect()

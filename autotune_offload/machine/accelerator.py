@@ -182,6 +182,7 @@ class AcceleratorDevice(Device):
 
 
 def deepspeed_accelerator() -> Any:
+    """The accelerator that DeepSpeed drives. Raises DeviceError where it has none."""
     try:
         from deepspeed.accelerator import get_accelerator
 
@@ -214,6 +215,7 @@ def mark_step() -> Any:
 
 
 def local_index(accelerator: Any, kind: str) -> int:
+    """The device of this rank."""
     local_rank = _local_rank()
     if kind == "cpu":
         return local_rank or 0

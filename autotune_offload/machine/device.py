@@ -49,9 +49,11 @@ class Completed:
     """The event of a synchronous device: everything before it is done already."""
 
     def record(self, stream: Any) -> None:
+        """Nothing to mark."""
         del stream
 
     def synchronize(self) -> None:
+        """Nothing to wait for."""
         return None
 
 

@@ -162,4 +162,5 @@ def _nvml_handle(nvml: Any, uuid: str) -> tuple[Any, str | None]:
 
 
 def text_of(value: Any) -> str:
+    """NVML gives bytes or text by version."""
     return value.decode() if isinstance(value, bytes) else str(value)

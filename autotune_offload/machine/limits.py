@@ -315,6 +315,7 @@ def _cgroup_mount(root: Path, *, v1: bool) -> tuple[str, str]:
 
 
 def in_wsl(root: Path) -> bool:
+    """Whether this is the Windows Subsystem for Linux."""
     return "microsoft" in contents(root / "proc/version").lower()
 
 

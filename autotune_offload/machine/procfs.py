@@ -15,6 +15,7 @@ NO_LIMIT = 1 << 62  # cgroup v1 writes "none" as 2**63 - 1 rounded down to the p
 
 
 def affinity() -> frozenset[int]:
+    """The CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
@@ -27,6 +28,7 @@ def numa_nodes(root: Path) -> list[tuple[Path, frozenset[int]]]:
 
 
 def cpu_nodes(root: Path) -> list[tuple[Path, frozenset[int]]]:
+    """The NUMA nodes that have CPUs, and not memory alone."""
     return [(folder, cpus) for folder, cpus in numa_nodes(root) if cpus]
 
 

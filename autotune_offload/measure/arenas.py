@@ -45,6 +45,7 @@ def slots(size: int, *arenas: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def open_arenas(
     device: Device, plan: Plan, seconds: float, cache_bytes: int, memory_bytes: int, pin_bytes: int
 ) -> Iterator[Arenas]:
+    """Buffers for timing, given back at the end."""
     size = arena_bytes(device, plan, seconds, cache_bytes, memory_bytes)
     source = device.host_empty(size, torch.uint8)
     checked = min(size, device.checked_elements)
@@ -92,4 +93,5 @@ def _touched_per_second(device: Device, size: int) -> float:
 
 
 def power_of_two_below(size: int) -> int:
+    """The largest power of two that is not above `size`; 1 at least."""
     return 1 << max(size.bit_length() - 1, 0)

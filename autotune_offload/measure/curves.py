@@ -55,6 +55,7 @@ class Sampled:
 
 
 def silent(what: str, fraction: float) -> None:
+    """For whoever wants to hear of no progress."""
     del what, fraction
 
 
@@ -93,6 +94,7 @@ class Session:
         self.deadline, self.dtype, self.progress = deadline, dtype, progress
 
     def transfers(self) -> tuple[Transfer, ...]:
+        """All curves, within the deadline."""
         points: list[Transfer] = []
         curves = list(self._curves())
         for index, curve in enumerate(curves):

@@ -44,6 +44,7 @@ def present_fingerprint(
 
 
 def present(device: AcceleratorDevice, workload: Workload, settings: Settings) -> Environment:
+    """This process, host and device, read now."""
     return Environment(
         host=host.facts(),
         device=device.identity,

@@ -13,6 +13,11 @@ AGAIN = "measure again with `autotune-offload probe --refresh`"
 
 
 def read_trusted(path: Path, *, only_own: bool) -> str:
+    """The text of a stored profile.
+
+    Raises:
+        ProfileError: no such file, one that cannot be read, or one that somebody else may have written.
+    """
     try:
         text, status = documents.read_text(path)
     except FileNotFoundError as error:

@@ -31,6 +31,7 @@ class _Line(list[Any]):
 
 
 def to_text(profile: Profile) -> str:
+    """A profile as YAML, its samples rounded and each measurement on a line."""
     plain = to_plain(profile)
     for name in _TABLES:
         plain[name] = _to_table(plain[name])
@@ -40,6 +41,7 @@ def to_text(profile: Profile) -> str:
 
 
 def dumped(plain: dict[str, Any]) -> str:
+    """Plain data as YAML."""
     import yaml  # here, so that a start with a stored profile does not wait for the half that writes
 
     class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # with or without libyaml
@@ -81,6 +83,7 @@ def schema_checked(path: Path, *, only_own: bool) -> str:
 
 
 def load(path: Path, *, only_own: bool) -> Profile:
+    """A profile from a file. Raises ProfileError where it is none."""
     text = schema_checked(path, only_own=only_own)
     if not text.rstrip().endswith(END):
         raise ProfileError(f"{path} is truncated: its last line must be '...'; {AGAIN}")
@@ -96,6 +99,7 @@ def load(path: Path, *, only_own: bool) -> Profile:
 
 
 def parse(path: Path, text: str) -> dict[str, Any]:
+    """YAML text as plain data."""
     try:
         plain = documents.parse(text)
     except documents.Refused as error:

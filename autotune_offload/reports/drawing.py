@@ -112,6 +112,7 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
 
 def scale(field: str, domain: Sequence[str], values: Sequence[Any]) -> Spec:
+    """One channel's values, in this order."""
     return {
         "field": field,
         "type": "nominal",
@@ -121,6 +122,7 @@ def scale(field: str, domain: Sequence[str], values: Sequence[Any]) -> Spec:
 
 
 def frame(width: int, height: object, colours: Mapping[str, str]) -> Spec:
+    """What every picture shares."""
     return {
         "$schema": _SCHEMA,
         "width": width,

@@ -362,7 +362,7 @@ def _(folder: Path) -> str:
     expected="direct, and a warning that DeepSpeed's own flat buffer does not fit, with the way out",
 )
 def _(folder: Path) -> str:
-    from tests.test_simulated import changed
+    from tests.described.test_simulated import changed
 
     device = simulated("h100_sxm_pcie5")
     device.machine = changed(device.machine, {"limits.memlock_bytes": 8 << 20})

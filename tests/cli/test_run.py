@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from autotune_offload.cli.run import HOOK
+from tests import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 RUN = (sys.executable, "-m", "autotune_offload", "run")
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,10 @@ from autotune_offload.records import (
     Software,
     fingerprint_key,
 )
+from tests import CHECKOUT
 from tests.factories import make_profile
 
-PAGE = Path(__file__).parents[1] / "docs" / "cache.md"
+PAGE = CHECKOUT / "docs" / "cache.md"
 PARTS: dict[str, Any] = {"host": HostFacts, "device": DeviceIdentity, "software": Software, "limits": Limits}
 
 

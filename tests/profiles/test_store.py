@@ -25,12 +25,10 @@ from hypothesis import strategies as st
 from autotune_offload.documents import MAX_BYTES, MAX_PARTS
 from autotune_offload.errors import ProfileError
 from autotune_offload.places import CACHE_VARIABLE
-from autotune_offload.profiles import store as store_module
 from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import PinCost, Profile, Scalar, from_plain, to_plain
+from tests import CHECKOUT
 from tests.factories import make_choice, make_profile, make_workload
-
-CHECKOUT = Path(store_module.__file__).parents[1]
 
 
 @pytest.fixture

@@ -30,11 +30,11 @@ from autotune_offload.machine import host
 from autotune_offload.profiles.store import Store
 from autotune_offload.records import Finding, Software
 from autotune_offload.upstream import NEWEST
+from tests import CHECKOUT
 from tests.factories import make_profile
-from tests.test_host import GIB, IPC_LOCK, NO_CAPABILITY, memlock_line, node, v2, v2_files, write
+from tests.machine.test_host import GIB, IPC_LOCK, NO_CAPABILITY, memlock_line, node, v2, v2_files, write
 
-ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "tests" / "data" / "configs"
+CONFIGS = CHECKOUT / "tests" / "data" / "configs"
 CPU = {"kind": "cpu", "name": "cpu", "count": 1, "index": 0, "pin_backend": "none"}
 CUDA = {"kind": "cuda", "name": "NVIDIA H200", "count": 8, "index": 0, "pin_backend": "torch"}
 BOTH: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
@@ -155,7 +155,7 @@ def test_the_worst_comes_first(case: Case) -> None:
 
 def test_the_documentation_has_a_section_for_every_check() -> None:
     """No check without its words, and no words without a check."""
-    text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    text = (CHECKOUT / "docs" / "doctor.md").read_text(encoding="utf-8")
     assert re.findall(r"^### `([\w-]+)`", text, re.MULTILINE) == [*HOST_CHECKS, *CONFIG_CHECKS]
 
 
@@ -230,7 +230,7 @@ def test_an_old_deepspeed_on_the_cpu_needs_local_size(
 
 def test_the_range_is_the_one_that_the_package_declares() -> None:
     """The table and pyproject.toml name the same versions."""
-    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    declared = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
     for name, oldest in OLDEST.items():
         assert f'"{name}>={oldest}"' in declared or f'requires-{name} = ">={oldest}"' in declared
 
@@ -849,7 +849,7 @@ def run(
         capture_output=True,
         text=True,
         check=False,
-        cwd=ROOT,
+        cwd=CHECKOUT,
         env={**os.environ, **(variables or {})},
     )
 
@@ -923,7 +923,7 @@ def test_a_broken_file_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def without_torch(folder: Path) -> dict[str, str]:
     """An environment in which importing torch takes the process down."""
     (folder / "torch.py").write_text("import os\nos.abort()")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(CHECKOUT)])}
 
 
 def test_a_torch_that_takes_the_process_down_is_a_finding(tmp_path: Path) -> None:
@@ -942,7 +942,7 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path, arguments: str) ->
     command = f"{sys.executable} -m autotune_offload doctor {arguments} --cache {tmp_path} | head -1"
     environ = {**os.environ, **without_torch(tmp_path)}
     done = subprocess.run(
-        ["sh", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT, env=environ
+        ["sh", "-c", command], capture_output=True, text=True, check=True, cwd=CHECKOUT, env=environ
     )
     assert len(done.stdout.splitlines()) == 1
     assert done.stderr in ("", "looking at this host ...\n")

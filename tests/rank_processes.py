@@ -1,7 +1,7 @@
 """One rank of a job on the CPU that trains a tiny model, again and again, with something wrong each time.
 
-    RANK=0 WORLD_SIZE=2 ... python tests/ranks.py FOLDER SCENARIO [SCENARIO ...]
-    FORK=2 RANK=0 WORLD_SIZE=4 ... python tests/ranks.py FOLDER SCENARIO [SCENARIO ...]
+    RANK=0 WORLD_SIZE=2 ... python tests/rank_processes.py FOLDER SCENARIO [SCENARIO ...]
+    FORK=2 RANK=0 WORLD_SIZE=4 ... python tests/rank_processes.py FOLDER SCENARIO [SCENARIO ...]
 
 With FORK it imports once and becomes so many ranks, from RANK on: most of a rank's start are imports.
 

@@ -21,8 +21,9 @@ from autotune_offload.config import block as config_block
 from autotune_offload.config.reading import read
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import Settings
+from tests import CHECKOUT, DATA
 
-CASES = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
+CASES = sorted((DATA / "configs").glob("*.json"))
 PLAIN = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "overlap_comm": False}}
 
 leaves = (
@@ -238,7 +239,7 @@ def test_every_key_is_read() -> None:
 
 def test_the_documentation_has_a_row_for_every_key() -> None:
     """The page of keys lists the fields of the block, in their order."""
-    page = (Path(__file__).parents[1] / "docs" / "config-keys.md").read_text().splitlines()
+    page = (CHECKOUT / "docs" / "config-keys.md").read_text().splitlines()
     first = next(number for number, line in enumerate(page) if line.startswith("| `enabled`"))
     rows = [line.split("`")[1] for line in page[first : page.index("", first)]]
     assert rows == [field.name for field in dataclasses.fields(Settings)]

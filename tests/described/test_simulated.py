@@ -33,7 +33,7 @@ from autotune_offload.paths.stock import stock_path
 from autotune_offload.records import Candidate, Memory, Profile, Settings, Workload, histogram
 from autotune_offload.upstream import STOCK_SEQUENCES
 from benchmarks import regret
-from tests.test_machines import SHIPPED
+from tests.described.test_machine import SHIPPED
 
 MIB = 1 << 20
 each_machine = pytest.mark.parametrize("name", SHIPPED)

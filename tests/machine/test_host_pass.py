@@ -17,8 +17,8 @@ from torch import Tensor
 
 from autotune_offload import places
 from autotune_offload.machine import host_pass
+from tests import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

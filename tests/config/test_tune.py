@@ -24,10 +24,11 @@ from autotune_offload.config.tune import Tuned, tune, written_keys
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import Choice, ZeroSizes
 from autotune_offload.upstream import KNOWN
+from tests import CHECKOUT, DATA
 from tests.factories import make_choice
 
-CASES = Path(__file__).parent / "data" / "configs"
-EXAMPLES = sorted((Path(__file__).parents[1] / "configs" / "zero3").glob("*.json"))
+CASES = DATA / "configs"
+EXAMPLES = sorted((CHECKOUT / "configs" / "zero3").glob("*.json"))
 VERSION = "0.19.8"
 OPT, PARAM = "zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory"
 REDUCE, SUB_GROUP = "zero_optimization.reduce_bucket_size", "zero_optimization.sub_group_size"
@@ -647,7 +648,7 @@ def test_the_table_holds_the_defaults_of_the_installed_deepspeed(key: Any) -> No
 
 def test_the_documentation_has_a_row_for_every_key_with_its_default() -> None:
     """The page of keys and the table in the code do not drift apart."""
-    page = (Path(__file__).parents[1] / "docs" / "config-keys.md").read_text()
+    page = (CHECKOUT / "docs" / "config-keys.md").read_text()
     for key in KEYS:
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{key.names()[0]}` |")]
         stages = ", ".join(str(stage) for stage in sorted(key.stages))

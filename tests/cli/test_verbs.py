@@ -31,11 +31,10 @@ from autotune_offload.errors import DeviceError, ProfileError
 from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import Profile, Settings, from_plain, to_plain
 from autotune_offload.reports.alternatives import alternatives, best_of_each, rejections, verdict
+from tests import CHECKOUT
 from tests.factories import make_choice, make_profile
 
 training = importlib.import_module("autotune_offload.engine.verify")
-
-ROOT = Path(__file__).parent.parent
 
 
 class ProbeStub(types.ModuleType):
@@ -102,7 +101,7 @@ def run_child(*arguments: str, cache: Path, source: str | None = None) -> subpro
 
 def child_environment(cache: Path) -> dict[str, str]:
     """This environment with the repository importable and its own cache."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "AUTOTUNE_OFFLOAD_CACHE": str(cache)}
+    return {**os.environ, "PYTHONPATH": str(CHECKOUT), "AUTOTUNE_OFFLOAD_CACHE": str(cache)}
 
 
 # -- the surface ----------------------------------------------------------------------------------
@@ -286,7 +285,7 @@ def test_numbers_that_json_cannot_hold_become_null(stub: ProbeStub) -> None:
 
 CHILD = """\
 import ctypes, os, sys, time
-from tests.test_cli import ProbeStub
+from tests.cli.test_verbs import ProbeStub
 from autotune_offload.cli import main
 
 class Noisy(ProbeStub):

@@ -14,8 +14,8 @@ from autotune_offload import places
 from autotune_offload.cli import cli
 from autotune_offload.described import machine
 from autotune_offload.profiles.store import Store
+from tests.described.test_machine import SHIPPED, plain
 from tests.factories import make_profile
-from tests.test_machines import SHIPPED, plain
 
 QUICK = ("--plan", "quick", "--budget", "0.5", "--params", "20m")
 

@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+from tests import CHECKOUT
+
 SMALL = ("--layers", "2", "--width", "64", "--length", "32", "--steps", "10", "--every", "1")
 
 pytestmark = pytest.mark.slow

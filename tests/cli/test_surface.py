@@ -1,7 +1,7 @@
 """The surface of the command line: every verb, argument, option, default and help text, in one file.
 
-`cli_surface.txt` beside this module is what scripts and people rely on. It changes on purpose only: after a
-change of the command line, write it anew with ``python -m tests.test_cli_surface`` and read the difference.
+`surface.txt` beside this module is what scripts and people rely on. It changes on purpose only: after a
+change of the command line, write it anew with ``python -m tests.cli.test_surface`` and read the difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from autotune_offload.cli import cli, options
 from autotune_offload.units import significant
 
-FILE = Path(__file__).with_name("cli_surface.txt")
+FILE = Path(__file__).with_name("surface.txt")
 
 
 def verbs(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -71,7 +71,7 @@ def test_the_surface_is_the_one_that_was_agreed() -> None:
     """A new verb, option or wording shows here; write the file anew where it is meant."""
     agreed = FILE.read_text(encoding="utf-8")
     assert surface().splitlines() == agreed.splitlines(), (
-        "the command line has changed: python -m tests.test_cli_surface"
+        "the command line has changed: python -m tests.cli.test_surface"
     )
 
 

@@ -27,6 +27,7 @@ from autotune_offload.api import deciding
 from autotune_offload.config import reading
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import ZeroSizes
+from tests import DATA
 from tests.factories import make_choice, make_profile
 
 MODEL = torch.nn.Linear(8, 8)
@@ -277,12 +278,12 @@ def test_what_a_framework_fills_in_stays_auto_or_infinite() -> None:
     assert {**result, "zero_optimization": 0} == {**config, "zero_optimization": 0}
 
 
-CASES = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
+CASES = sorted((DATA / "configs").glob("*.json"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_a_case_comes_out_the_same_in_every_form(case: Path) -> None:
-    """A path, its text, base64 and the dict: one result; `tests/test_zero3.py` says which."""
+    """A path, its text, base64 and the dict: one result; `tests/config/test_tune.py` says which."""
     text = case.read_text()
     given = autotune_offload.tune_config(str(case))
     for form in (case, text, encoded(text), MappingProxyType(reading.read(case))):

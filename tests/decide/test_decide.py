@@ -33,8 +33,8 @@ from autotune_offload.records import (
     PinCost,
     Settings,
 )
+from tests.decide.test_cost_model import measurements
 from tests.factories import make_workload
-from tests.test_cost_model import measurements
 
 NO_PIN = PinCost(seconds_per_gib=None, largest_bytes=0, capped=False, reason="nothing here can pin")
 ROOMY = Limits(available_bytes=1 << 40, pinnable_bytes=1 << 39)

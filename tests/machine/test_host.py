@@ -17,9 +17,9 @@ from autotune_offload.errors import ConfigError
 from autotune_offload.machine import host
 from autotune_offload.machine import limits as machine_limits
 from autotune_offload.records import Limit, Limits
+from tests import CHECKOUT
 
 GIB = 1 << 30
-CHECKOUT = Path(host.__file__).parents[1]
 NO_CAPABILITY = "CapEff:\t00000000a80425fb\nVmLck:\t       0 kB\n"  # Docker's default set
 IPC_LOCK = "CapEff:\t0000000000004000\nVmLck:\t       0 kB\n"
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
