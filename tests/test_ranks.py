@@ -22,7 +22,7 @@ import pytest
 from tests import CHECKOUT
 from tests import rank_processes as ranks
 
-SCRIPT = CHECKOUT / "tests" / "ranks.py"
+SCRIPT = CHECKOUT / "tests" / "rank_processes.py"
 LIMIT_SECONDS = 200
 Results = dict[str, list[dict[str, Any]]]
 """What every rank wrote, by scenario, in the order of the ranks."""
