@@ -17,7 +17,9 @@ from autotune_offload.api.call import (
     named,
     working,
 )
-from autotune_offload.api.deciding import DOCTOR, Asked, Decided, cause, decided_or_not, log, warn
+from autotune_offload.api.deciding import Decided, decided_or_not
+from autotune_offload.api.given import Asked
+from autotune_offload.api.notices import DOCTOR, cause, log, warn
 from autotune_offload.api.report import Report, reports
 from autotune_offload.config import reading
 from autotune_offload.engine.attach import attach

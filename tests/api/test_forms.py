@@ -24,6 +24,7 @@ import torch
 
 import autotune_offload
 from autotune_offload.api import deciding
+from autotune_offload.api import profile as api_profile
 from autotune_offload.config import reading
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import ZeroSizes
@@ -72,7 +73,7 @@ def _stop_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "DeepSpeedConfig", settled)
     monkeypatch.setattr("deepspeed.comm.init_distributed", lambda *args, **kwargs: None)
     choice = make_choice(gain=1.0, pin_optimizer=False, pin_parameters=False, sizes=ZeroSizes())
-    monkeypatch.setattr(deciding, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
+    monkeypatch.setattr(api_profile, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", deciding.SWITCH):
         monkeypatch.delenv(name, raising=False)
 
@@ -302,7 +303,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     vars(integration)["deepspeed_config"] = lambda: config
     monkeypatch.setitem(sys.modules, integration.__name__, integration)
     choice = make_choice(gain=1.0, sizes=ZeroSizes(reduce_bucket_elements=5_000))
-    monkeypatch.setattr(deciding, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
+    monkeypatch.setattr(api_profile, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
     return config
 
 
@@ -333,6 +334,6 @@ def test_without_a_value_of_ours_the_trainers_number_stays(
 ) -> None:
     """It is no worse than DeepSpeed's default."""
     choice = make_choice(gain=1.0, sizes=ZeroSizes())
-    monkeypatch.setattr(deciding, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
+    monkeypatch.setattr(api_profile, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
     result = settled_on(autotune_offload.initialize, config_params=filled(4096))
     assert result["zero_optimization"]["reduce_bucket_size"] == 4096

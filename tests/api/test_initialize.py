@@ -18,8 +18,8 @@ import deepspeed
 import pytest
 import torch
 
-from autotune_offload.api import deciding
 from autotune_offload.api import initialize as api_initialize
+from autotune_offload.api import profile as api_profile
 from autotune_offload.api import report as api_report
 from autotune_offload.engine.attachment import Status
 from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
@@ -93,7 +93,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Probes:
     """A stubbed probe and an empty store; one rank."""
     probes = Probes()
-    monkeypatch.setattr(deciding, "probe", probes.stub)
+    monkeypatch.setattr(api_profile, "probe", probes.stub)
     monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path / "profiles"))
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -413,7 +413,7 @@ def test_a_store_that_cannot_be_written_is_one_line_before_measuring(
         said.append(warnings(caplog))
         return measure(**kwargs)
 
-    monkeypatch.setattr(deciding, "probe", stub)
+    monkeypatch.setattr(api_profile, "probe", stub)
     (tmp_path / "occupied").write_text("")
     monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path / "occupied" / "profiles"))
     engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))

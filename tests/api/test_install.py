@@ -19,6 +19,7 @@ import torch
 import autotune_offload
 from autotune_offload.api import deciding, install
 from autotune_offload.api import initialize as api_initialize
+from autotune_offload.api import profile as api_profile
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from tests.factories import make_choice, make_profile
 
@@ -68,7 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
     __init__.__signature__ = STOCK_INIT  # type: ignore[attr-defined]  # the same
     monkeypatch.setattr(deepspeed, "initialize", initialize)
     monkeypatch.setattr(deepspeed.zero.Init, "__init__", __init__)
-    monkeypatch.setattr(deciding, "lookup", lambda *args, **kwargs: make_profile(choice=CHOICE))
+    monkeypatch.setattr(api_profile, "lookup", lambda *args, **kwargs: make_profile(choice=CHOICE))
     monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path))
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", deciding.SWITCH):
         monkeypatch.delenv(name, raising=False)

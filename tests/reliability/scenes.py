@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from autotune_offload.api import deciding
 from autotune_offload.api import probe as api_probe
+from autotune_offload.api import profile as api_profile
 from autotune_offload.described import machine as described_machine
 from autotune_offload.described.simulated import Faults, SimulatedDevice
 from autotune_offload.profiles import lookup
@@ -118,7 +118,7 @@ def start(
     with patched(folder, environment) as patch, heard(seen.records):
         patch.setattr(deepspeed, "initialize", initialize)
         if probe is not None:
-            patch.setattr(deciding, "probe", probe)
+            patch.setattr(api_profile, "probe", probe)
         try:
             engine, *_ = api_initialize.initialize(model=torch.nn.Linear(64, 64), config=config, **arguments)
             seen.report = api_report.report(engine)

@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune_offload.api import deciding, initialize
+from autotune_offload.api import initialize
 from autotune_offload.api import probe as api_probe
+from autotune_offload.api import profile as api_profile
 from autotune_offload.interruption import Terminated, raising
 from autotune_offload.measure.rehearsal import rehearse, sizes
 from tests.factories import make_profile
@@ -241,7 +242,7 @@ def _(folder: Path) -> str:
 def _(folder: Path) -> str:
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deciding, "probe", answering())
+        patch.setattr(api_profile, "probe", answering())
         patch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(folder / "profiles"))
         thread = threading.Thread(target=lambda: found.append(initialize.tune_config(CONFIG)))
         thread.start()
