@@ -15,6 +15,7 @@ from autotune_offload.cli.output import console, emit_json, stdout_set_aside
 from autotune_offload.cli.progress import Reporter
 from autotune_offload.cli.stored import find_profile, fitting_profile, open_store
 from autotune_offload.errors import ConfigError
+from autotune_offload.spread import FEWEST
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from autotune_offload.engine.verify import VariantResult, Verification
     from autotune_offload.records import Choice, Profile
 
-FEWEST_STEPS = 6
-"""As in `autotune_offload.engine.verify`, which takes torch to import; a test holds them together."""
 
 _MICRO_BATCH = 2
 _WIDTH_OVER_LAYERS = 85
@@ -38,7 +37,7 @@ _BYTES_A_PARAMETER = 20
 
 @click.command("verify", short_help="Train for real: DeepSpeed's own configuration against the tuned one.")
 @click.option(
-    "--steps", type=click.IntRange(min=FEWEST_STEPS), default=20, show_default=True, help="Steps that count."
+    "--steps", type=click.IntRange(min=FEWEST), default=20, show_default=True, help="Steps that count."
 )
 @click.option(
     "--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Steps before those."

@@ -16,13 +16,14 @@ from typing import Any
 from autotune_offload.decide.accumulations import over_accumulations
 from autotune_offload.decide.candidates import admitted, effective, key, kind
 from autotune_offload.decide.cost_model import CostModel
+from autotune_offload.decide.decision import Decision, decision
 from autotune_offload.decide.entrant import Entrant
 from autotune_offload.decide.race import MAX_ROUNDS, Race, dealt
 from autotune_offload.decide.reasons import words
 from autotune_offload.decide.search import Search
 from autotune_offload.decide.sizes import zero_sizes
 from autotune_offload.decide.trial import AccumulationTrial
-from autotune_offload.decide.verdict import Decision, Outcome, Verdict
+from autotune_offload.decide.verdict import Outcome, Verdict
 from autotune_offload.errors import MeasurementError
 from autotune_offload.machine.device import Device
 from autotune_offload.measure.bench import PASSES_OF_A_SAMPLE, Bench
@@ -128,7 +129,7 @@ def decide(
             with contextlib.closing(Bench(device, workload, elements, parts=1)) as bench:
                 trial = AccumulationTrial(device, bench, steps)
                 outcome = over_accumulations(passes, trial, deadline)
-    return Verdict(outcome, rules, steer).decision(zero_sizes(model, workload, device, measurements))
+    return decision(Verdict(outcome, rules, steer), zero_sizes(model, workload, device, measurements))
 
 
 def _micro_steps(device: Device, workload: Workload) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from autotune_offload.errors import AutotuneError
 from autotune_offload.paths.path import destination_memory
 from autotune_offload.records import Accumulate, Baseline, Candidate, Memory
-from autotune_offload.spread import interquartile_range
+from autotune_offload.spread import spread
 
 R = TypeVar("R", Candidate, Baseline)
 
@@ -71,7 +71,7 @@ class Entrant(Generic[R]):
         return replace(
             self.record,
             measured_seconds=self.median,
-            spread=interquartile_range(self.seconds) / max(self.median, 1e-12),
+            spread=spread(self.seconds),
             samples=len(self.seconds),
             raw_seconds=tuple(self.seconds),
         )

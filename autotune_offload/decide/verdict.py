@@ -1,23 +1,17 @@
-"""The verdict on what was timed: the tie rule, the two pin keys, and the reasons in words and numbers."""
+"""The verdict on what was timed: who is told apart from whom, and the tie rule."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from autotune_offload import units
+from autotune_offload import spread
 from autotune_offload.decide.candidates import kind
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.decide.entrant import Entrant
-from autotune_offload.decide.reasons import NOT_HERE, OUT_OF_TIME, PINS, by_time, words
-from autotune_offload.machine import limits
-from autotune_offload.paths.page_locking import PinRules, flat_blocks
-from autotune_offload.records import Accumulated, Baseline, Candidate, Choice, Path, Settings, ZeroSizes
-from autotune_offload.spread import interquartile_range
-from autotune_offload.workload import DTYPE_BYTES, middle_elements
+from autotune_offload.paths.page_locking import PinRules
+from autotune_offload.records import Baseline, Candidate, Path, Settings
 
 _TIE = 0.02
 """Two medians closer than 2 % are never told apart, however small the spread in one process."""
@@ -31,6 +25,9 @@ _FAR = 2.0
 _FEW_ROUNDS = 3
 _UNREPEATED = 0.25
 """Taken for the noise of two entrants that ran in fewer rounds together than that: it cannot be seen."""
+
+PINS = {"direct": 0, "staged": 1, "pinned": 2}
+"""The paths by how much they page-lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,108 +55,18 @@ class Outcome:
         return self.own[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What was tried and what was chosen."""
-
-    baselines: tuple[Baseline, ...]
-    candidates: tuple[Candidate, ...]
-    choice: Choice
-    warnings: tuple[str, ...]
-    accumulations: tuple[Accumulated, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pin:
-    """Whether one of the two `pin_memory` keys is on, why, and whether the noise left it open."""
-
-    pinned: bool
-    reason: str
-    unsettled: bool = False
-
-    @classmethod
-    def measured(cls, section: str, what: str, pageable: float, pinned: float, noise: float) -> _Pin:
-        """On where the seconds from or into pinned memory are fewer beyond the noise."""
-        gain = pageable / pinned
-        on = gain > 1 + noise
-        times = (
-            f"{what} {units.duration(pageable)} with pageable and {units.duration(pinned)} with pinned memory"
-        )
-        settled = on or gain < 1 / (1 + noise)
-        return cls(
-            pinned=on,
-            unsettled=not settled,
-            reason=f"{section} is {'' if on else 'not '}pinned: {times}"
-            + ("" if settled else f", the same within the noise of {noise:.1%}"),
-        )
-
-
 class Verdict:
-    """The choice by the tie rule, and its reasons."""
+    """The choice by the tie rule, and what it was compared with."""
 
     def __init__(self, outcome: Outcome, rules: PinRules, steer: Settings) -> None:
         self.outcome, self.rules, self.steer = outcome, rules, steer
         self.best = min(outcome.finalists, key=lambda e: e.median)
-        self.near = [e for e in outcome.finalists if self._ratio(e, self.best) <= 1 + self._apart(e)]
+        self.near = [e for e in outcome.finalists if self.ratio(e, self.best) <= 1 + self.apart(e)]
         rivals: list[Entrant[Any]] = [*self.near, outcome.installed]
-        self.noise = max(map(self._apart, rivals))
+        self.noise = max(map(self.apart, rivals))
         self.chosen = self._by_tie_rule()
         self.keeps_own = steer.path == "deepspeed" or not outcome.installed.timed
-        self.gain = 1.0 if self.keeps_own else self._ratio(outcome.installed, self.chosen)
-
-    def decision(self, sizes: ZeroSizes) -> Decision:
-        """All of it, as records."""
-        record = self.chosen.record
-        alone = self._pin_alone()
-        optimizer = self._pin_optimizer(alone)
-        parameters = self._pin_parameters(with_optimizer=optimizer.pinned or alone.pinned)
-        choice = Choice(
-            path=record.path,
-            cast=record.cast,
-            buffer_bytes=record.buffer_bytes,
-            buffer_count=record.buffer_count,
-            host_threads=record.host_threads,
-            pin_optimizer=optimizer.pinned,
-            pin_optimizer_alone=alone.pinned,
-            pin_parameters=parameters.pinned,
-            unsettled_pins=("pin_optimizer",) * optimizer.unsettled
-            + ("pin_parameters",) * parameters.unsettled,
-            sizes=sizes,
-            gain=self.gain,
-            noise=self.noise,
-            tie=any(e.record.path != record.path for e in self.near),
-            reasons=(*self._reasons(), *self._where(), optimizer.reason, parameters.reason),
-            accumulate=self.chosen.place if self.steer.accumulate == "auto" else self.steer.accumulate,
-        )
-        return Decision(
-            baselines=tuple(e.reported() for e in self.outcome.baselines),
-            candidates=tuple(sorted(map(_reported, self.outcome.candidates), key=by_time)),
-            choice=choice,
-            warnings=tuple(self._warnings(choice)),
-            accumulations=tuple(self._accumulated()),
-        )
-
-    def _accumulated(self) -> list[Accumulated]:
-        """What whole accumulations took, the fastest first."""
-        if self.outcome.micro_steps == 1:
-            return []
-        entrants: list[Entrant[Any]] = [*self.outcome.finalists, *self.outcome.own]
-        return [
-            Accumulated(
-                way=words(e.record),
-                place=e.place,
-                stock=isinstance(e.record, Baseline),
-                installed=isinstance(e.record, Baseline) and e.record.installed,
-                chosen=e is self.chosen,
-                micro_steps=self.outcome.micro_steps,
-                measured_seconds=e.median,
-                spread=interquartile_range(e.seconds) / max(e.median, 1e-12),
-                samples=len(e.seconds),
-                raw_seconds=tuple(e.seconds),
-            )
-            for e in sorted(entrants, key=lambda e: e.median)
-            if e.timed
-        ]
+        self.gain = 1.0 if self.keeps_own else self.ratio(outcome.installed, self.chosen)
 
     def _by_tie_rule(self) -> Entrant[Candidate]:
         """Within the noise, the path that pins less, with its micro-steps added up where DeepSpeed does."""
@@ -170,7 +77,7 @@ class Verdict:
         if not (on_host and as_deepspeed):
             return self._modest(same)
         host_, device = self._modest(on_host), self._modest(as_deepspeed)
-        return host_ if self._ratio(device, host_) > 1 + self._noise_between(device, host_) else device
+        return host_ if self.ratio(device, host_) > 1 + self.noise_between(device, host_) else device
 
     def _modest(self, same: Sequence[Entrant[Candidate]]) -> Entrant[Candidate]:
         """Of one path, within a smaller tie, the smaller buffers.
@@ -178,7 +85,7 @@ class Verdict:
         They pin alike: to give up the noise between them as well would buy nothing.
         """
         fastest = min(same, key=lambda e: e.median)
-        return min((e for e in same if self._ratio(e, fastest) <= 1 + _BUFFER_TIE), key=_modesty)
+        return min((e for e in same if self.ratio(e, fastest) <= 1 + _BUFFER_TIE), key=_modesty)
 
     def best_of_each_path(
         self, within: Mapping[bool, float], able: Callable[[Candidate], bool]
@@ -194,231 +101,50 @@ class Verdict:
         paths: dict[Path, list[Entrant[Candidate]]] = {self.chosen.record.path: []}
         for entrant in sorted(map(self._modest, kinds.values()), key=lambda e: e.median):
             of_path = paths.setdefault(entrant.record.path, [])
-            if not of_path or self._ratio(entrant, of_path[0]) <= within[entrant.record.host_threads > 0]:
+            if not of_path or self.ratio(entrant, of_path[0]) <= within[entrant.record.host_threads > 0]:
                 of_path.append(entrant)
         return [of_path for of_path in paths.values() if of_path]
 
-    # -- comparing --
-
-    def _counted(self, seconds: float) -> float:
+    def counted(self, seconds: float) -> float:
+        """Seconds above the floor below which all times are the same."""
         return max(seconds, self.outcome.floor_seconds)
 
-    def _ratio(self, entrant: Entrant[Any], other: Entrant[Any]) -> float:
-        return self._counted(entrant.median) / self._counted(other.median)
+    def ratio(self, entrant: Entrant[Any], other: Entrant[Any]) -> float:
+        """Of two medians."""
+        return self.counted(entrant.median) / self.counted(other.median)
 
     def _noise(self, one: Entrant[Any], other: Entrant[Any]) -> float:
-        """Half the 95 % interval of the median ratio of two entrants that ran in the same rounds.
-
-        1.253 sigma / sqrt(n) is the standard error of a median, and IQR / 1.349 estimates sigma (Kendall
-        and Stuart, The Advanced Theory of Statistics, vol. 1, on order statistics).
-        """
-        ratios = [self._counted(theirs) / self._counted(ours) for ours, theirs in one.beside(other)]
+        """Of the times of two entrants in the rounds that both ran."""
+        ratios = [self.counted(theirs) / self.counted(ours) for ours, theirs in one.beside(other)]
         if other is one or not other.timed:
             return 0.0
-        if one.behind or other.behind or self._ratio(other, one) > _FAR:
+        if one.behind or other.behind or self.ratio(other, one) > _FAR:
             return 0.0
         if len(ratios) < _FEW_ROUNDS:
             return _UNREPEATED
-        error = 1.253 * interquartile_range(ratios) / 1.349 / math.sqrt(len(ratios))
-        return 1.96 * error / statistics.median(ratios)
+        return spread.noise(ratios)
 
-    def _apart(self, rival: Entrant[Any]) -> float:
+    def apart(self, rival: Entrant[Any]) -> float:
         """What the fastest and a rival must differ by to be told apart, as a part of the fastest's time.
 
         Nobody else's noise counts: a rival that ran a few rounds and is clearly behind makes no tie of others.
         """
         return max(_TIE, self._noise(self.best, rival))
 
-    def _noise_between(self, one: Entrant[Any], other: Entrant[Any]) -> float:
+    def noise_between(self, one: Entrant[Any], other: Entrant[Any]) -> float:
         """Of the two alone."""
         return max(_TIE, self._noise(one, other), self._noise(other, one))
 
-    # -- the two keys --
-
-    def _pin_optimizer(self, alone: _Pin) -> _Pin:
-        """Our path says where its destination is; where DeepSpeed's own code stays, `alone` holds."""
-        path = self.chosen.record.path
-        if self.gain <= 1 + self.noise:
-            return alone
-        on = path == "pinned"
-        others = [e for e in self.near if (e.record.path == "pinned") is not on]
-        unsettled = bool(others) and self.rules.against_path("pinned") is None
-        if on is alone.pinned:
-            return replace(alone, unsettled=unsettled)
-        section, _, why = alone.reason.partition(" is ")
-        reason = f"{section} is {'' if on else 'not '}pinned for the path {path}; for DeepSpeed's own code it is {why}"
-        return _Pin(pinned=on, unsettled=unsettled, reason=reason)
-
-    def _pin_alone(self) -> _Pin:
-        """Where DeepSpeed's own code carries the gradients, its own two times decide."""
-        section, what = "offload_optimizer", "DeepSpeed's own copies take"
-        limit = self.rules.against_path("pinned")
-        if limit is not None:
-            cause = NOT_HERE if self.rules.not_on_offer else limit
-            return _Pin(pinned=False, reason=f"{section} is not pinned: {cause}")
-        if self.steer.path not in ("auto", "deepspeed"):
-            on = self.steer.path == "pinned"
-            fixed = f"{section} is {'' if on else 'not '}pinned: you fixed the path {self.steer.path}"
-            return _Pin(pinned=on, reason=fixed)
-        stock = [b for b in self.outcome.baselines if b.record.name == self.outcome.installed.record.name]
-        times = {b.memory: b for b in self.outcome.own if b.timed}
-        if len(times) < 2:  # one of them was not timed over accumulations
-            times = {b.memory: b for b in stock if b.timed}
-        if len(times) < 2:
-            missing = "pinned" if "pinned" not in times else "pageable"
-            return _Pin(
-                pinned=False,
-                reason=f"{section} is not pinned: DeepSpeed's own copies into {missing} memory were not timed",
-            )
-        pageable, pinned = times["pageable"], times["pinned"]
-        noise = self._noise_between(pageable, pinned)
-        return _Pin.measured(
-            section, what, self._counted(pageable.median), self._counted(pinned.median), noise
-        )
-
-    def _pin_parameters(self, *, with_optimizer: bool) -> _Pin:
-        """Parameters are fetched h2d: their own two curves decide, at the size that most bytes have."""
-        section, model = "offload_param", self.outcome.model
-        if self.rules.not_on_offer is not None:
-            return _Pin(pinned=False, reason=f"{section} is not pinned: {NOT_HERE}")
-        limit = self.rules.against_parameters(with_optimizer=with_optimizer)
-        if limit is None and not model.measured("h2d", "pinned"):
-            limit = "no copies from page-locked memory were measured"
-        if limit is not None:
-            return _Pin(pinned=False, reason=f"{section} is not pinned: {limit}")
-        workload = model.workload
-        elements = -(-middle_elements(workload.parameters) // workload.world_size)
-        size = DTYPE_BYTES[workload.dtype] * elements
-        pageable, pinned = (model.line("h2d", m).seconds(size) for m in ("pageable", "pinned"))
-        return _Pin.measured(section, f"a fetch of {units.size(size)} takes", pageable, pinned, self.noise)
-
-    # -- where micro-steps are added up --
-
-    def _where(self) -> Iterator[str]:
-        """Why the chosen path adds up micro-steps where it does, if both places were to be tried."""
-        chosen = self.chosen
-        every = [*self.outcome.finalists, *self.outcome.others]
-        there = [e for e in every if e.record.path == chosen.record.path and e.place != chosen.place]
-        if not there:
-            return
-        other = min(there, key=lambda e: e.median)
-        where = f"micro-steps are added up on the {chosen.place}"
-        if not other.timed:
-            why = other.failed or f"there was no time to try the {other.place}"
-            as_deepspeed = ", as DeepSpeed does" if chosen.place == "device" else ""
-            yield f"{where}{as_deepspeed}: {why}"
-            return
-        device, host_ = (chosen, other) if chosen.place == "device" else (other, chosen)
-        yield (
-            f"{where}: over {self._over}, adding on the host adds {units.duration(host_.median)} and on the device, as "
-            f"DeepSpeed does, {units.duration(device.median)} "
-            f"({self._ratio(device, host_):.2f}x, noise {self._noise_between(device, host_):.1%})"
-        )
-
     @property
-    def _over(self) -> str:
+    def over(self) -> str:
         """What the times that decide are of."""
         timed, steps = self.outcome.micro_steps, self.rules.workload.accumulation_steps
         if timed == 1:
             return "a backward pass"
         return f"an accumulation of {timed} micro-steps" + (f" of {steps}" if timed < steps else "")
 
-    # -- in words --
-
-    def _reasons(self) -> Iterator[str]:
-        chosen, best = self.chosen, self.best
-        yield from self._against_own()
-        if chosen is not best:
-            yield (
-                f"{self._named(best)} was fastest with {units.duration(best.median)}, within the noise of "
-                f"{self._named(chosen)}: a near tie goes to what pins less, then to the smaller buffers"
-            )
-        yield from self._other_paths()
-        yield from self._other_cast()
-        yield from self._not_tried()
-
-    def _named(self, entrant: Entrant[Candidate]) -> str:
-        on_host = " and micro-steps added up on the host" if entrant.place == "host" else ""
-        return words(entrant.record) + on_host
-
-    def _against_own(self) -> Iterator[str]:
-        chosen, own = self.chosen, self.outcome.installed
-        adds = f"{self._named(chosen)} adds {units.duration(chosen.median)} to {self._over}"
-        own_words = f"DeepSpeed's own {words(own.record)}"
-        if not own.timed:
-            yield f"{adds}; {own_words} {own.failed or 'was not timed'}, so nothing is compared with it"
-            return
-        times = f"{own_words} adds {units.duration(own.median)}"
-        if self.steer.path == "deepspeed":
-            yield f"you fixed the path deepspeed, so DeepSpeed's own code is kept: {times}; {adds}"
-            return
-        yield f"{adds}; {times} ({self.gain:.2f}x, noise {self.noise:.1%})"
-        if self.gain < 1 / (1 + self.noise):
-            yield "DeepSpeed's own code is faster, and is kept"
-        elif self.gain <= 1 + self.noise:
-            yield "that is no gain beyond the noise over DeepSpeed's own code, which is kept"
-
-    def _other_paths(self) -> Iterator[str]:
-        """The best of each other path that was clearly slower."""
-        told = {self.chosen.record.path, *(e.record.path for e in self.near)}
-        for other in sorted(self.outcome.finalists, key=lambda e: e.median):
-            if other.record.path not in told:
-                told.add(other.record.path)
-                times = f"{self._ratio(other, self.chosen):.2f} times as much"
-                yield f"{self._named(other)} adds {units.duration(other.median)}, {times}"
-
-    def _other_cast(self) -> Iterator[str]:
-        """The best of the same path with the cast elsewhere, where that is clearly slower in a backward pass."""
-        record = self.chosen.record
-        if self.chosen.place == "host":  # nothing is left to cast where sums end on the host
-            return
-        same = [e for e in self.outcome.candidates if e.timed and e.record.path == record.path]
-        ours = next((e for e in same if e.record == record), self.chosen)
-        best = min((e for e in same if e.record.cast != record.cast), key=lambda e: e.median, default=None)
-        if best is not None and self._ratio(best, ours) > 1 + self.noise:
-            where = (
-                f"with the cast on the {best.record.cast} the same path adds {units.duration(best.median)}"
-            )
-            passes = "" if self.outcome.micro_steps == 1 else " to a backward pass"
-            yield f"{where}{passes}, {self._ratio(best, ours):.2f} times as much"
-
-    def _not_tried(self) -> Iterator[str]:
-        if self.rules.not_on_offer is not None:
-            why = f"{NOT_HERE}: {self.rules.not_on_offer}"
-            yield f"{why}; so the paths pinned and staged were not tried"
-            return
-        for path in ("direct", "pinned", "staged"):
-            entrants = [e for e in self.outcome.candidates if e.record.path == path]
-            causes = [e.failed or e.record.rejected for e in entrants]
-            failed = any(e.failed for e in entrants)
-            if entrants and all(causes):
-                yield f"{path} {'was put aside' if failed else 'was not tried'}: {causes[0]}"
-
-    def _warnings(self, choice: Choice) -> Iterator[str]:
-        for baseline in self.outcome.baselines:
-            if baseline.failed:
-                yield f"DeepSpeed's own {words(baseline.record)} {baseline.failed}"
-        if self.rules.locks:
-            yield from self._pinned_in_any_case(choice)
-
-    def _pinned_in_any_case(self, choice: Choice) -> Iterator[str]:
-        what = "with offload_param on, DeepSpeed page-locks its flat copy of the parameters whatever pin_memory says"
-        limit = self.rules.against_deepspeeds_own()
-        if limit is not None:
-            yield f"{what}: it {limit}; without offload_param it is not made"
-        elif choice.path != "pinned" and not choice.pin_optimizer:
-            flat = sum(map(limits.pinned_block_bytes, flat_blocks(self.rules.workload)))
-            yield f"{what}: {units.size(flat)}"
-
 
 def _modesty(entrant: Entrant[Candidate]) -> tuple[int, int, float]:
     """The smaller buffers first, then the fewer threads, then the faster."""
     c = entrant.record
     return c.buffer_bytes * c.buffer_count, c.host_threads, entrant.median
-
-
-def _reported(entrant: Entrant[Candidate]) -> Candidate:
-    """With its time, or with the reason why there is none."""
-    if entrant.timed or entrant.record.rejected is not None:
-        return entrant.reported()
-    return replace(entrant.record, rejected=entrant.failed or OUT_OF_TIME)

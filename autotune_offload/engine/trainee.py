@@ -22,6 +22,7 @@ from torch import Tensor
 from autotune_offload.engine.toy_model import ModelSpec
 from autotune_offload.errors import MeasurementError
 from autotune_offload.records import Progress
+from autotune_offload.spread import interquartile_range
 
 Metric = Literal["step", "backward", "gradient_offload"]
 METRICS: tuple[Metric, ...] = ("step", "backward", "gradient_offload")
@@ -74,8 +75,11 @@ class Timing:
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
         """Median and interquartile range of at least two samples."""
-        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median_seconds=median, iqr_seconds=upper - lower, raw_seconds=tuple(seconds))
+        return cls(
+            median_seconds=statistics.median(seconds),
+            iqr_seconds=interquartile_range(seconds),
+            raw_seconds=tuple(seconds),
+        )
 
 
 @contextmanager

@@ -6,7 +6,6 @@ variants take turns step by step, so that whatever else the machine does meets a
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import time
@@ -28,12 +27,10 @@ from autotune_offload.engine.trainee import (
 )
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import Progress
+from autotune_offload.spread import CONFIDENCE, FEWEST, interval_of_median
 
 CONTROL = "control"
 """Name of the second engine of the first variant, whose difference from it is pure noise."""
-CONFIDENCE = 0.95
-FEWEST_STEPS = 6
-"""Below this no interval of the median reaches `CONFIDENCE`: with 5 pairs even the whole range has 93.75 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +48,12 @@ class Ratio:
 
     @classmethod
     def of(cls, first: Sequence[float], other: Sequence[float]) -> Ratio:
-        """Of two series of the same steps, at least `FEWEST_STEPS` long."""
-        ratios = sorted(a / b for a, b in zip(first, other, strict=True))
-        outside, confidence = _interval_of_the_median(len(ratios))
-        low, high = ratios[outside], ratios[-1 - outside]
-        return cls(ratio=statistics.median(ratios), low=low, high=high, confidence=confidence)
+        """Of two series of the same steps, at least `FEWEST` long."""
+        ratios = [a / b for a, b in zip(first, other, strict=True)]
+        around = interval_of_median(ratios)
+        return cls(
+            ratio=statistics.median(ratios), low=around.low, high=around.high, confidence=around.confidence
+        )
 
     def beyond(self, control: Ratio) -> bool:
         """Whether the interval leaves out 1 and the ratio is further from 1 than the control ever got."""
@@ -112,7 +110,7 @@ def verify(
     Warm-up steps count for the losses only.
 
     Raises:
-        ConfigError: fewer than `FEWEST_STEPS` steps, no variant, two of the same name, batches of different
+        ConfigError: fewer than `FEWEST` steps, no variant, two of the same name, batches of different
             sizes, a config that is not ZeRO-3 with optimizer offload, or more than one process.
     """
     _check(variants, steps=steps, warmup=warmup)
@@ -207,22 +205,10 @@ def _difference(metric: Metric, found: Ratio) -> str:
     return f"{name} {1 / found.ratio:.2f}x slower ({1 / found.high:.2f}x to {1 / found.low:.2f}x)"
 
 
-def _interval_of_the_median(count: int) -> tuple[int, float]:
-    """How many of `count` sorted values lie outside the interval at each end, and what it then holds.
-
-    The number of values below the true median is binomial with 1/2, so dropping k at each end leaves
-    out the median with probability 2 P(X <= k). See David and Nagaraja, Order Statistics, 7.1.
-    """
-    outside, miss = 0, 2.0 ** (1 - count)
-    while (wider := miss + 2.0 ** (1 - count) * math.comb(count, outside + 1)) <= 1 - CONFIDENCE:
-        outside, miss = outside + 1, wider
-    return outside, 1 - miss
-
-
 def _check(variants: Sequence[Variant], *, steps: int, warmup: int) -> None:
-    if steps < FEWEST_STEPS or warmup < 0:
+    if steps < FEWEST or warmup < 0:
         raise ConfigError(
-            f"steps={steps}, warmup={warmup}: expected at least {FEWEST_STEPS} steps, the fewest that give a"
+            f"steps={steps}, warmup={warmup}: expected at least {FEWEST} steps, the fewest that give a"
             f" {CONFIDENCE:.0%} interval, and a warm-up of 0 or more"
         )
     names = [variant.name for variant in variants]

@@ -26,7 +26,7 @@ from autotune_offload import units
 from autotune_offload.cli import cli, options
 from autotune_offload.cli.output import finite
 from autotune_offload.cli.progress import Reporter, time_left
-from autotune_offload.cli.verify import FEWEST_STEPS, model_of
+from autotune_offload.cli.verify import model_of
 from autotune_offload.errors import DeviceError, ProfileError
 from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import Profile, Settings, from_plain, to_plain
@@ -929,11 +929,6 @@ def test_the_model_has_about_the_size_asked_for(params: int) -> None:
     """A count becomes layers and width whose blocks hold it within a third."""
     spec = model_of(params)
     assert 12 * spec.layers * spec.width**2 == pytest.approx(params, rel=0.34, abs=5e4)
-
-
-def test_the_fewest_steps_are_those_of_the_comparison() -> None:
-    """The option's bound, written down twice to keep `--help` light, is the comparison's own."""
-    assert FEWEST_STEPS == training.FEWEST_STEPS
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from autotune_offload import records
 from autotune_offload.decide import decide
 from autotune_offload.decide import trial as decide_trial
 from autotune_offload.decide.candidates import PARAMETERS, grid, key, kind
-from autotune_offload.decide.verdict import Decision
+from autotune_offload.decide.decision import Decision
 from autotune_offload.errors import ConfigError, MeasurementError, PinError
 from autotune_offload.machine.device import Device
 from autotune_offload.measure.bench import Window

@@ -17,7 +17,7 @@ from autotune_offload import workload
 from autotune_offload.api.probe import load_plan, probe
 from autotune_offload.decide.candidates import grid
 from autotune_offload.decide.decide import cost_model, decide
-from autotune_offload.decide.verdict import Decision
+from autotune_offload.decide.decision import Decision
 from autotune_offload.described import machine as described_machine
 from autotune_offload.described.machine import Machine
 from autotune_offload.described.simulated import Faults, SimulatedDevice, Speeds, speeds

@@ -26,38 +26,14 @@ from autotune_offload.engine.trainee import (
     single_process_environment,
     stock_config,
 )
-from autotune_offload.engine.verify import CONFIDENCE, CONTROL, FEWEST_STEPS, Ratio, verify
+from autotune_offload.engine.verify import CONTROL, Ratio, verify
 from autotune_offload.errors import ConfigError, MeasurementError
+from autotune_offload.spread import FEWEST
 
 seconds = st.floats(min_value=1e-6, max_value=1e3)
-pairs = st.lists(st.tuples(seconds, seconds), min_size=FEWEST_STEPS, max_size=60)
+pairs = st.lists(st.tuples(seconds, seconds), min_size=FEWEST, max_size=60)
 
 # -- the interval ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("count", "outside", "confidence"), [(6, 0, 0.96875), (10, 1, 0.97852), (20, 5, 0.95861)]
-)
-def test_interval_of_the_median_matches_published_tables(count: int, outside: int, confidence: float) -> None:
-    """The ranks and confidence are those of the sign test's tables."""
-    found, holds = engine_verify._interval_of_the_median(count)
-    assert found == outside
-    assert holds == pytest.approx(confidence, abs=1e-5)
-
-
-@given(st.integers(min_value=FEWEST_STEPS, max_value=500))
-def test_interval_holds_its_confidence_and_is_the_narrowest_that_does(count: int) -> None:
-    """One value more at each end left out would fall below 95 %."""
-    outside, confidence = engine_verify._interval_of_the_median(count)
-    exact = 1 - 2 * sum(math.comb(count, k) for k in range(outside + 1)) / 2**count
-    narrower = exact - 2 * math.comb(count, outside + 1) / 2**count
-    assert confidence == pytest.approx(exact)
-    assert narrower < CONFIDENCE <= confidence
-
-
-def test_fewest_steps_is_the_smallest_number_that_gives_an_interval() -> None:
-    """With one step fewer even the whole range holds the median with less than 95 %."""
-    assert 1 - 2.0 ** (1 - FEWEST_STEPS) >= CONFIDENCE > 1 - 2.0 ** (2 - FEWEST_STEPS)
 
 
 # -- ratios and verdicts --------------------------------------------------------------------------
@@ -73,7 +49,7 @@ def test_ratio_lies_in_its_interval_and_turns_over_with_the_series(times: list[t
     assert back.high == pytest.approx(1 / there.low)
 
 
-@given(st.lists(seconds, min_size=FEWEST_STEPS, max_size=40))
+@given(st.lists(seconds, min_size=FEWEST, max_size=40))
 def test_a_series_is_never_beyond_the_noise_of_itself(times: list[float]) -> None:
     """Equal times give a ratio of exactly 1, which is no difference."""
     ratio = Ratio.of(times, times)
@@ -359,7 +335,7 @@ def variant(name: str = "stock", **changes: Any) -> Variant:
 @pytest.mark.parametrize(
     ("variants", "steps", "message"),
     [
-        ([variant()], FEWEST_STEPS - 1, "at least 6 steps"),
+        ([variant()], FEWEST - 1, "at least 6 steps"),
         ([], 10, "one or more"),
         ([variant(), variant()], 10, "all different"),
         ([variant(CONTROL)], 10, "none 'control'"),
