@@ -45,7 +45,8 @@ from autotune_offload.api.probe import probe
 from autotune_offload.decide.candidates import grid, key
 from autotune_offload.decide.reasons import words
 from autotune_offload.described import machine as described_machine
-from autotune_offload.described.simulated import Faults, SimulatedDevice
+from autotune_offload.described.clocked import Faults
+from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.measure.bench import Bench, Window
 from autotune_offload.paths.accumulation import Accumulation
 from autotune_offload.paths.build import build

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from autotune_offload.described.simulated import SimulatedDevice
+    from autotune_offload.described.clocked import ClockedDevice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +33,7 @@ class Clock:
 class SimulatedStream:
     """An order of device work: when it is free, and what was queued but has not landed yet."""
 
-    device: SimulatedDevice
+    device: ClockedDevice
     free: float = 0.0
     queue: deque[Callable[[], object]] = field(default_factory=deque)
     put: int = 0
@@ -90,7 +90,7 @@ class SimulatedEvent:
 class SimulatedThreads(Executor):
     """Host threads in virtual time: each work runs at once, and ends when its thread would end it."""
 
-    def __init__(self, device: SimulatedDevice, count: int) -> None:
+    def __init__(self, device: ClockedDevice, count: int) -> None:
         self._device = device
         start, stream = device.now(), device.default
         self._threads = [Clock(start, stream, beside=count, own=True) for _ in range(count)]
@@ -117,7 +117,7 @@ class SimulatedThreads(Executor):
 class InTime(Future[R]):
     """A result that is there at a time."""
 
-    def __init__(self, device: SimulatedDevice) -> None:
+    def __init__(self, device: ClockedDevice) -> None:
         super().__init__()
         self._device, self.at = device, 0.0
 

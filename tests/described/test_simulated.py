@@ -19,8 +19,10 @@ from autotune_offload.decide.candidates import grid
 from autotune_offload.decide.decide import cost_model, decide
 from autotune_offload.decide.decision import Decision
 from autotune_offload.described import machine as described_machine
+from autotune_offload.described.clocked import Faults
 from autotune_offload.described.machine import Machine
-from autotune_offload.described.simulated import Faults, SimulatedDevice, Speeds, speeds
+from autotune_offload.described.simulated import SimulatedDevice
+from autotune_offload.described.speeds import Speeds, speeds
 from autotune_offload.errors import ConfigError, DeviceError, MeasurementError, PinError
 from autotune_offload.machine import limits as machine_limits
 from autotune_offload.measure.bench import Bench

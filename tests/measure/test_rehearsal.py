@@ -14,7 +14,8 @@ import pytest
 
 from autotune_offload.api import probe
 from autotune_offload.described import machine
-from autotune_offload.described.simulated import Faults, SimulatedDevice
+from autotune_offload.described.clocked import Faults
+from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.measure import rehearsal
 from autotune_offload.measure.rehearsal import Rehearsed, rehearse, sizes

@@ -18,7 +18,8 @@ import pytest
 
 from autotune_offload import workload
 from autotune_offload.api import probe as api_probe
-from autotune_offload.described.simulated import Faults, SimulatedDevice
+from autotune_offload.described.clocked import Faults
+from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.errors import DeviceError, MeasurementError
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.measure import rehearsal

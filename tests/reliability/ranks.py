@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotune_offload import workload
-from autotune_offload.described.simulated import Faults
+from autotune_offload.described.clocked import Faults
 from autotune_offload.errors import ConfigError, DeviceError, MeasurementError
 from autotune_offload.machine import limits
 from autotune_offload.machine.accelerator import AcceleratorDevice

@@ -20,7 +20,8 @@ import pytest
 from autotune_offload.api import probe as api_probe
 from autotune_offload.api import profile as api_profile
 from autotune_offload.described import machine as described_machine
-from autotune_offload.described.simulated import Faults, SimulatedDevice
+from autotune_offload.described.clocked import Faults
+from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.profiles import lookup
 from autotune_offload.records import Profile
 from autotune_offload.workload import default_workload
