@@ -55,10 +55,11 @@ matrix-half: $(STAMP)  ## the same on five of them, as CI does
 	@$(CLEAR_LOCKS)
 	$(BIN)/python -m tests.matrix --half
 
-lint: $(STAMP)  ## ruff and mypy over the whole tree
+lint: $(STAMP)  ## ruff, mypy and the floors of the house over the whole tree
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP)  ## rewrite in the house format
 	$(BIN)/ruff check --fix .

@@ -59,17 +59,15 @@ def test_a_public_name_is_the_one_of_its_module(name: str, home: str) -> None:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    """The imports under TYPE_CHECKING name the same modules as the lazy lookup."""
-    tree = ast.parse(Path(autotune_offload.__file__).read_text(encoding="utf-8"))
-    guarded = {
-        alias.name: node.module
-        for block in tree.body
-        if isinstance(block, ast.If)
-        for node in block.body
+    """The stub is the one list: what it imports from where is what is exported."""
+    stub = Path(autotune_offload.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    listed = {
+        alias.name: f"autotune_offload.{node.module}"
+        for node in ast.walk(ast.parse(stub))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert guarded == PUBLIC
+    assert listed == PUBLIC
 
 
 def test_the_version_is_that_of_the_installed_distribution() -> None:
@@ -81,7 +79,7 @@ def test_the_version_is_that_of_the_installed_distribution() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     """A misspelt name fails as it does for any module."""
-    with pytest.raises(AttributeError, match="no attribute 'initialise'"):
+    with pytest.raises(AttributeError, match="initialise"):
         _ = autotune_offload.initialise  # type: ignore[attr-defined]
 
 
