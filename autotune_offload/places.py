@@ -1,6 +1,7 @@
-"""Finds the files that come with the package: ``configs/`` with its probe plans and ZeRO-3 examples.
+"""Where files lie: those that come with the package, and this user's profiles, machines and compiled passes.
 
-A wheel holds them inside the package; in a checkout, and so for an editable install, they lie beside it.
+``configs/`` holds probe plans and examples. A wheel has them inside the package; in a checkout, and so for an
+editable install, they lie beside it.
 """
 
 from __future__ import annotations

@@ -158,6 +158,18 @@ def test_the_documentation_shows_the_same_floors() -> None:
     ]
 
 
+def test_the_picture_shows_the_house_as_it_is() -> None:
+    """docs/pictures/house.svg is what `python docs/house.py` draws."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import house; print(house.PICTURE.read_text() == house.drawn())"],
+        cwd=CHECKOUT / "docs",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == "True\n", "the house has changed: python docs/house.py"
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -70,7 +70,7 @@ def positive_seconds(text: str) -> float:
 
 
 def budget_seconds(text: str) -> float:
-    """A time to measure for: at least what `probing` takes for possible, told before anything is imported."""
+    """A time to measure for: at least what `api.probe` takes for possible, told before anything is imported."""
     seconds = positive_seconds(text)
     if seconds < LEAST_BUDGET_SECONDS:
         raise click.BadParameter(

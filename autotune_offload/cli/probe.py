@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PLANS = ("quick", "standard", "thorough")
 PathWanted = Literal["auto", "direct", "pinned", "staged", "deepspeed"]
 CastWanted = Literal["auto", "device", "host"]
-"""As in the ``autotune_offload`` block (`ds_config.Settings`)."""
+"""As in the ``autotune_offload`` block (`records.Settings`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Ranks that differ in a size hang or abort in the first steps; what may differ by rank is page-locking, the
 place of an NVMe drive, and whether communication overlaps (all tried on DeepSpeed 0.19.8 with two ranks).
-Pure, like `zero3`.
+Pure, like `keys`.
 """
 
 from __future__ import annotations

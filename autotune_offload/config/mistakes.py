@@ -38,7 +38,7 @@ def mistakes(config: Mapping[str, Any]) -> Iterator[Mistake]:
     """What is wrong in a ds_config around ``zero_optimization``, as far as its text shows.
 
     Args:
-        config: A ds_config as `ds_config.read` gives it.
+        config: A ds_config as `reading.read` gives it.
     """
     yield from misplaced(config)
     zero = config.get(ZERO)

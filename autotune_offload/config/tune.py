@@ -65,7 +65,7 @@ def tune(
     user's value unless it measured the same. Sizes are filled only where they are absent or "auto".
 
     Args:
-        config: A ds_config as `ds_config.read` gives it. Not changed.
+        config: A ds_config as `reading.read` gives it. Not changed.
         choice: What was decided for this host.
         version: DeepSpeed's version, which decides what an absent key means.
         keep: Dotted keys that stay as they are, whole (``zero_optimization.sub_group_size``) or relative

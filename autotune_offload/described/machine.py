@@ -1,7 +1,7 @@
 """Machine descriptions: what a simulated device is made from, with the source of every number.
 
 A description is a YAML file; those that are shipped lie in ``configs/machines/``, a user's own in any file or
-in the folder of `folders.machines`. GB are 1e9 bytes. Rates are those of one rank that has the link to itself.
+in the folder of `places.machines`. GB are 1e9 bytes. Rates are those of one rank that has the link to itself.
 """
 
 from __future__ import annotations

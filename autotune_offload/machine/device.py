@@ -218,7 +218,7 @@ class Device(ABC):
         return None
 
     def widen(self, destination: Tensor, source: Tensor) -> float:
-        """Copy host to host as fp32 in the calling thread; the sum of the squares (see `kernel.widen`)."""
+        """Copy host to host as fp32 in the calling thread; the sum of the squares (see `host_pass.widen`)."""
         return host_pass.widen(destination, source)
 
     def norm(self, source: Tensor) -> Tensor:

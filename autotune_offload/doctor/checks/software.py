@@ -127,7 +127,7 @@ def torch_build(case: Case) -> Iterator[Finding]:
 
 
 def compiler(case: Case) -> Iterator[Finding]:
-    """Whether the fused pass of `kernel` can be compiled."""
+    """Whether the fused pass of `host_pass` can be compiled."""
     why = case.answers.errors.get("compiler") or case.answers.answers.get("compiler")
     if why:
         yield Finding(
