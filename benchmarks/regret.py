@@ -14,7 +14,7 @@ Without --all the cases are drawn evenly from the whole product with a fixed see
 from 11 cases on, and no case is begun after --seconds.
 
 Output: one line for the worst cases, then the figures; with --json one JSON document and nothing else
-{"worst_regret": ..., "mean_regret": ..., "trials": ..., "cases": ..., ...}, where `measure.compute` is the mean number
+{"worst_regret": ..., "mean_regret": ..., "trials": ..., "cases": ..., ...}, where `trials` is the mean number
 of timed passes in a case, `candidates` how many of how many were timed. The exit status is 1 where the mean is
 not below 0.01 or the worst not below 0.05.
 """
@@ -161,7 +161,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A case and how it went. `measure.compute` counts timed passes, `timed` and `open` candidates."""
+    """A case and how it went. `trials` counts timed passes, `timed` and `open` candidates."""
 
     case: Case
     chosen: str
