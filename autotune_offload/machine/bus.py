@@ -53,11 +53,11 @@ def _bus_device(folder: Path) -> BusDevice:
         device_link_width=number_in(folder / "max_link_width") or None,
         slot_speed=_transfers(folder.resolve().parent / "max_link_speed"),
         device_speed=_transfers(folder / "max_link_speed"),
-        numa_node=int(node) if node.isdecimal() else None,
+        numa_node=int(node) if re.fullmatch(r"\d{1,6}", node, re.ASCII) else None,
     )
 
 
 def _transfers(path: Path) -> float | None:
     """The number of a file such as ``16.0 GT/s PCIe``; None for "Unknown"."""
-    found = re.match(r"([\d.]+) GT/s", contents(path))
+    found = re.match(r"(\d+(?:\.\d+)?) GT/s", contents(path), re.ASCII)
     return float(found[1]) if found else None
