@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from autotune_offload.errors import ConfigError
+from autotune_offload.machine import allocator
 from autotune_offload.machine.cgroups import headrooms
 from autotune_offload.machine.procfs import (
     ROOT,
@@ -98,7 +99,10 @@ def bounded(
 
 
 def pinned_block_bytes(requested_bytes: int) -> int:
-    """What torch's pinned allocator takes for one block: the next power of two (pytorch#150517)."""
+    """What torch's pinned allocator takes for one block: the next power of two (pytorch#150517), if it rounds."""
+    most = allocator.rounded_up_to()
+    if most is not None and requested_bytes > most:
+        return requested_bytes
     return 1 << (requested_bytes - 1).bit_length() if requested_bytes > 0 else 0
 
 
@@ -135,7 +139,7 @@ def check_pinned(
     if locked > limits.pinnable_bytes:
         share = f"; {gigabytes(sum(map(pinned_block_bytes, certain)))} of it DeepSpeed locks in any case"
         return (
-            f"needs {gigabytes(locked)} of page-locked memory (each block rounded up to a power of two"
+            f"needs {gigabytes(locked)} of page-locked memory (each block {allocator.rounding()}"
             f"{share if certain else ''}), but this process may lock "
             f"{gigabytes(limits.pinnable_bytes)}{tightest(limits.bounds)}"
         )
