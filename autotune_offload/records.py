@@ -95,6 +95,8 @@ class DeviceIdentity(Record, frozen=True, kw_only=True):
     mig_slice: str | None = None
     pin_backend: str = "none"
     """How page-locked memory is made: "torch", "native" (DeepSpeed's own), or "none"."""
+    settings: str = ""
+    """What the environment sets of page-locking and copying, as `machine.allocator` reads it."""
 
 
 class Software(Record, frozen=True, kw_only=True):

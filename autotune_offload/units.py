@@ -81,3 +81,9 @@ def _trimmed(value: float) -> str:
     """Three significant digits without the zeros that say nothing: 4, 1.5, 1023."""
     text = significant(value)
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def gigabytes(count: int) -> str:
+    """Bytes in GB (1e9) with three significant digits."""
+    gigabytes = count / 1e9
+    return f"{gigabytes:,.0f} GB" if gigabytes >= 100 else f"{gigabytes:.3g} GB"

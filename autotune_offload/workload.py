@@ -32,20 +32,19 @@ def from_module(
     """The workload of a torch module; parameters that `zero.Init` partitioned count in full.
 
     Args:
-        module: with at least one trainable parameter. Frozen ones are fetched, but have no gradients.
+        module: its frozen parameters are fetched, but have no gradients. Where all are frozen, as for inference,
+            each counts as if it had one: what is fetched and laid out on the host is the same.
         world_size: ranks that share each parameter.
         accumulation_steps: micro-batches in a step.
-        dtype: of the gradients; None takes that of the first trainable parameter.
+        dtype: of the gradients; None takes that of the first parameter that has one.
 
     Raises:
-        ConfigError: no trainable parameters, or gradients of a dtype that is not offloaded.
+        ConfigError: no parameters, or gradients of a dtype that is not offloaded.
     """
     parameters = [(p, elements) for p in module.parameters() if (elements := _elements(p)) > 0]
-    trainable = [(p, elements) for p, elements in parameters if p.requires_grad]
+    trainable = [(p, elements) for p, elements in parameters if p.requires_grad] or parameters
     if not trainable:
-        raise ConfigError(
-            f"{type(module).__name__} has no trainable parameters, so there are no gradients to offload"
-        )
+        raise ConfigError(f"{type(module).__name__} has no parameters, so there is nothing to offload")
     return _workload(
         [elements for _, elements in trainable],
         [elements for _, elements in parameters],

@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from autotune_offload import records
-from autotune_offload.api.given import Asked, as_laid_out, filled_by_trainer, with_overrides, workload_of
+from autotune_offload.api.given import (
+    Asked,
+    as_laid_out,
+    filled_by_trainer,
+    trains,
+    with_overrides,
+    workload_of,
+)
 from autotune_offload.api.notices import DOCTOR, cause, say, warn
 from autotune_offload.api.profile import profile_for
 from autotune_offload.api.report import Report
@@ -90,6 +97,7 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         and sections.takes_a_path(config)
         and settings.path != "deepspeed"
         and profile.choice.beats_deepspeed
+        and trains(asked.model)
     )
     choice, too_late = as_laid_out(profile.choice, config, asked.model, device)
     tuned = tune.tune(

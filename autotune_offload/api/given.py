@@ -45,6 +45,11 @@ def workload_of(config: Mapping[str, Any], asked: Asked) -> Workload | None:
     )
 
 
+def trains(model: Any) -> bool:
+    """Whether gradients will leave this model; one that is not known yet is taken to train."""
+    return model is None or any(parameter.requires_grad for parameter in model.parameters())
+
+
 def with_overrides(config: Mapping[str, Any], autotune: Mapping[str, Any] | bool | None) -> dict[str, Any]:
     """The configuration with the settings of a call over those of its block."""
     block = config.get(config_block.BLOCK)

@@ -9,6 +9,7 @@ from typing import Any
 from autotune_offload import records
 from autotune_offload.api.notices import log, warn
 from autotune_offload.api.probe import load_plan, probe
+from autotune_offload.config.keys import NAMES
 from autotune_offload.errors import ProfileError
 from autotune_offload.interruption import cleaned_up
 from autotune_offload.machine.accelerator import AcceleratorDevice
@@ -118,8 +119,8 @@ def _for_this_host(
             if found is None:
                 found = measured(1)
                 where = _kept(store, found)
-    kept = "left as it is, since the ranks cannot agree on it before there is a process group"
-    sizes = ZeroSizes(reasons=dict.fromkeys(found.choice.sizes.reasons, kept))
+    kept = "is left as it is, since the ranks cannot agree on it before there is a process group"
+    sizes = ZeroSizes(reasons={name: f"{NAMES[name]} {kept}" for name in found.choice.sizes.reasons})
     profile = replace(found, choice=replace(found.choice, sizes=sizes))
     return Found(profile=profile, config=config, **(where or {"source": _from_store(found)}))
 

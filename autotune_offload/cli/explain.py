@@ -134,9 +134,7 @@ def _names(rows: list[Alternative]) -> str:
 
 def _print_sizes(out: Console, choice: Choice) -> None:
     from autotune_offload.cli.readable import bullets, heading
-    from autotune_offload.config import keys as config_keys
 
-    keys = {key.field: key.spellings[0] for key in config_keys.KEYS}
     if choice.sizes.reasons:
         heading(out, "ZeRO-3 sizes")
-        bullets(out, (f"{keys.get(name, name)}: {why}" for name, why in choice.sizes.reasons.items()))
+        bullets(out, choice.sizes.reasons.values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from autotune_offload.ranks.agree import Agreed
     from autotune_offload.ranks.agreement import Agreement
     from autotune_offload.records import Profile
+
+_LATE_SECONDS = 5.0
+"""Ranks that a launcher started have found each other by then, imports aside."""
 
 
 def ranks() -> int:
@@ -42,7 +47,9 @@ def probe_together(
     from autotune_offload.ranks import agree, group
     from autotune_offload.ranks import agreement as ranks_agreement
 
-    agreement = ranks_agreement.Agreement(group.launched_group(), "probe")
+    with _said_when_late(f"{group.told()}: waiting for the others; {group.alone()}"):
+        launched = group.launched_group()
+    agreement = ranks_agreement.Agreement(launched, "probe")
     rank = agreement.group.rank
     try:
         agreed = agree.agree(
@@ -63,6 +70,18 @@ def probe_together(
 
         _saved(Store(collect / agreed.own.host.name / f"rank-{rank}"), agreed)
     return _survey(agreement, agreed.own)
+
+
+@contextlib.contextmanager
+def _said_when_late(text: str) -> Iterator[None]:
+    """A line on stderr where what is inside takes longer than ranks of one launcher need."""
+    timer = threading.Timer(_LATE_SECONDS, notice, args=(text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _saved(store: Store, agreed: Agreed) -> None:

@@ -105,3 +105,6 @@ KEYS = (
     _size("offload_optimizer", "sub_group_elements", {3}, SUB_GROUP_ELEMENTS, 0, "sub_group_size"),
 )
 """Every key that `tune` may write."""
+
+NAMES = {key.field: key.spellings[0] for key in KEYS if not key.nested}
+"""What a ds_config calls each field of `ZeroSizes`."""

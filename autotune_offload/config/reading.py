@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,17 @@ def accepted(source: object) -> object:
 
 
 def plain(value: Any) -> Any:
-    """A deep copy with every mapping as a dict; leaves, an infinity included, stay the objects they are."""
+    """A deep copy with every mapping as a dict, and every sequence that is no tuple as a list.
+
+    So a library's own containers, OmegaConf's for one, come out as what a JSON file holds. Leaves, an infinity
+    included, stay the objects they are.
+    """
     if isinstance(value, Mapping):
         return _plain_dict(value)
-    if isinstance(value, list):
-        return [plain(item) for item in value]
     if type(value) is tuple:
         return tuple(plain(item) for item in value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview, tuple)):
+        return [plain(item) for item in value]
     return value
 
 

@@ -1,7 +1,8 @@
-"""The ZeRO-3 sizes that follow from the curves and the workload, in elements, each with its sentence."""
+"""The ZeRO-3 sizes that follow from the curves and the workload, in elements, each with a sentence about its key."""
 
 from __future__ import annotations
 
+from autotune_offload.config.keys import NAMES
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.line import Line
 from autotune_offload.machine.device import Device
@@ -34,7 +35,7 @@ def zero_sizes(model: CostModel, workload: Workload, device: Device, measurement
     """
     values: dict[str, tuple[int | None, str]] = {"sub_group_elements": _sub_group(measurements.pin)}
     if device.synchronous:
-        kept = f"on the {device.identity.kind} nothing overlaps, so DeepSpeed's own value stays"
+        kept = f"stays DeepSpeed's own, since nothing overlaps on the {device.identity.kind}"
         names = ("reduce_bucket_elements", "prefetch_bucket_elements", "persistence_threshold_elements")
         values |= dict.fromkeys(names, (None, kept))
     else:
@@ -50,7 +51,7 @@ def zero_sizes(model: CostModel, workload: Workload, device: Device, measurement
         }
     return ZeroSizes(
         **{name: value for name, (value, _) in values.items()},
-        reasons={name: reason for name, (_, reason) in values.items()},
+        reasons={name: f"{NAMES[name]} {reason}" for name, (_, reason) in values.items()},
     )
 
 
@@ -60,7 +61,7 @@ def _reduce_bucket(link: Line, workload: Workload, room: int) -> tuple[int, str]
     wanted = max(efficient, workload.parameter_elements // _BUCKETS_A_BACKWARD)
     value = _power_of_two(wanted, min(room, REDUCE_BUCKET_ELEMENTS))
     return value, (
-        f"{value:,} elements: gradients leave about {max(workload.parameter_elements // value, 1)} times in a "
+        f"is {value:,} elements: gradients leave about {max(workload.parameter_elements // value, 1)} times in a "
         f"backward pass; below {efficient:,} the link's latency of {link.latency_seconds * 1e6:.3g} us would cost "
         f"over {1 - _EFFICIENCY:.0%}; the bucket takes {_DEVICE_MEMORY_SHARE:.0%} of the device's memory at most"
     )
@@ -72,7 +73,7 @@ def _prefetch_bucket(link: Line, workload: Workload, low: int, room: int) -> tup
     wanted = max(efficient, min(largest, PREFETCH_BUCKET_ELEMENTS))
     value = _power_of_two(wanted, room)
     return value, (
-        f"{value:,} elements: the power of two that holds {wanted:,}, or {_DEVICE_MEMORY_SHARE:.0%} of the device's "
+        f"is {value:,} elements: the power of two that holds {wanted:,}, or {_DEVICE_MEMORY_SHARE:.0%} of the device's "
         f"memory where that is less. That is the larger of two: the largest parameter ({largest:,}), which counts "
         f"up to DeepSpeed's own {PREFETCH_BUCKET_ELEMENTS:,}, and the {efficient:,} at which h2d reaches "
         f"{_EFFICIENCY:.0%} of its {link.bytes_per_second / 1e9:.3g} GB/s"
@@ -83,7 +84,7 @@ def _persistence(link: Line, low: int, room: int) -> tuple[int, str]:
     half = int(link.bytes_at_efficiency(0.5) / low)
     value = max(min(half, PERSISTENCE_ELEMENTS, room), 1)
     return value, (
-        f"{value:,} elements: up to {half:,} a fetch is mostly latency ({link.latency_seconds * 1e6:.3g} us), and "
+        f"is {value:,} elements: up to {half:,} a fetch is mostly latency ({link.latency_seconds * 1e6:.3g} us), and "
         f"DeepSpeed's own {PERSISTENCE_ELEMENTS:,} bounds the memory"
     )
 
@@ -91,17 +92,14 @@ def _persistence(link: Line, low: int, room: int) -> tuple[int, str]:
 def _sub_group(pin: PinCost) -> tuple[int | None, str]:
     """Only a block that cannot be pinned asks for smaller tiles; DeepSpeed pins one a sub-group."""
     if not pin.largest_bytes:
-        return (
-            None,
-            "DeepSpeed's own value stays: nothing is page-locked here, so no sub-group is too large for it",
-        )
+        return None, "stays DeepSpeed's own: nothing is page-locked here, so no sub-group is too large for it"
     if pin.capped or pin.largest_bytes >= 4 * SUB_GROUP_ELEMENTS:
         return (
             None,
-            "DeepSpeed's own value stays: it page-locks one block a sub-group, and none was too large here",
+            "stays DeepSpeed's own: it page-locks one block a sub-group, and none was too large here",
         )
     value = max(pin.largest_bytes // 4, 1)
-    return value, f"{value:,} elements: the largest block that pins here has {pin.largest_bytes:,} bytes"
+    return value, f"is {value:,} elements: the largest block that pins here has {pin.largest_bytes:,} bytes"
 
 
 def _power_of_two(elements: int, most: int) -> int:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from autotune_offload.descendants import end_session
+
 DEADLINE_SECONDS = 120.0
 """Longer than any import or driver start that was seen (40 s on a loaded host of two cores)."""
 
@@ -91,8 +93,7 @@ def _run(given: TextIO, said: TextIO, words: TextIO, deadline_seconds: float) ->
     except subprocess.TimeoutExpired:
         return f"did not answer within {deadline_seconds:g} s and was ended"
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
+        end_session(child.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_KILLED_SECONDS)
     if status < 0:

@@ -107,7 +107,10 @@ def _last_level_cache_bytes(root: Path, cpus: frozenset[int]) -> int:
 def _caches(folder: Path) -> Iterator[tuple[int, int, list[int]]]:
     """Level, bytes and sharing CPUs of each data cache of one CPU."""
     for index in folder.glob("index[0-9]*"):
-        level, size = number_in(index / "level"), re.fullmatch(r"(\d+)([KMG]?)\s*", contents(index / "size"))
+        level, size = (
+            number_in(index / "level"),
+            re.fullmatch(r"(\d{1,12})([KMG]?)\s*", contents(index / "size"), re.ASCII),
+        )
         if level is not None and size and contents(index / "type").strip() != "Instruction":
             unit = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[size[2]]
             yield level, int(size[1]) * unit, sorted(cpu_list(contents(index / "shared_cpu_list")))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from autotune_offload import places
+from autotune_offload.descendants import run_in_session
 
 _SOURCE = Path(__file__).with_name("widen.c")
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
@@ -120,9 +121,7 @@ def _library() -> ctypes.CDLL | str:
 def _built() -> Path:
     """The shared object of this source, compiler and processor, compiled unless it is there already."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=True
-    ).stdout
+    version = run_in_session([*compiler, "--version"], seconds=_COMPILE_SECONDS)
     key = hashlib.sha256(
         "\0".join((_SOURCE.read_text(), version, *_FLAGS, _processor())).encode()
     ).hexdigest()
@@ -159,13 +158,7 @@ def _compile(compiler: list[str], built: Path) -> None:
     handle, name = tempfile.mkstemp(dir=built.parent, suffix=".so.tmp")
     os.close(handle)
     try:
-        subprocess.run(
-            [*compiler, *_FLAGS, "-o", name, str(_SOURCE)],
-            capture_output=True,
-            text=True,
-            timeout=_COMPILE_SECONDS,
-            check=True,
-        )
+        run_in_session([*compiler, *_FLAGS, "-o", name, str(_SOURCE)], seconds=_COMPILE_SECONDS)
         os.replace(name, built)
     finally:
         Path(name).unlink(missing_ok=True)

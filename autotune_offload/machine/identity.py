@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autotune_offload.machine import allocator
 from autotune_offload.records import DeviceIdentity
 
 
@@ -22,6 +23,7 @@ def identify(accelerator: Any, kind: str, index: int) -> DeviceIdentity:
         "index": index,
         "memory_bytes": _total_memory(accelerator, kind, index),
         "pin_backend": _pin_backend(accelerator, kind),
+        "settings": "" if kind == "cpu" else allocator.settings(),
     }
     module = getattr(torch, kind, None)
     if kind == "cuda" or hasattr(module, "get_device_properties"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from autotune_offload.errors import ConfigError
+from autotune_offload.machine import allocator
+from autotune_offload.machine.cgroups import headrooms
 from autotune_offload.machine.procfs import (
     ROOT,
     affinity,
@@ -16,10 +18,10 @@ from autotune_offload.machine.procfs import (
     cpu_nodes,
     kilobytes,
     numa_nodes,
-    number_in,
     pages_bytes,
 )
 from autotune_offload.records import Limit, Limits
+from autotune_offload.units import gigabytes
 
 HOST_MARGIN_FRACTION = 0.1
 HOST_MARGIN_BYTES = 1 << 30
@@ -40,15 +42,6 @@ configuration in WSL"). How much of that Windows lets a driver lock is told nowh
 
 _CAP_IPC_LOCK = 14  # linux/capability.h
 _WHOLE_UID_RANGE = "4294967295"
-
-# (limit, usage, the field of memory.stat with page cache that is given back under pressure): cgroup v2,
-# its throttling limit, and v1. Beyond memory.high the kernel stalls the process, so it is a limit here.
-_CGROUP_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.high", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
 
 # -- what it may allocate and page-lock -----------------------------------------------------------
 
@@ -81,7 +74,7 @@ def limits(
     """
     if ranks_per_host < 1:
         raise ConfigError(f"ranks_per_host is {ranks_per_host}; give the processes on this host, at least 1")
-    shared = [_ram(root), *_smallest(_cgroup_headrooms(root))]
+    shared = [_ram(root), *_smallest(headrooms(root))]
     own = [_share(limit, ranks) for limit, ranks in _numa(root, ranks_per_host)]
     own += [] if pin_backend == "torch" else _memlock(root)
     return bounded(shared, own, ranks_per_host=ranks_per_host, max_pinned_bytes=max_pinned_bytes)
@@ -106,7 +99,10 @@ def bounded(
 
 
 def pinned_block_bytes(requested_bytes: int) -> int:
-    """What torch's pinned allocator takes for one block: the next power of two (pytorch#150517)."""
+    """What torch's pinned allocator takes for one block: the next power of two (pytorch#150517), if it rounds."""
+    most = allocator.rounded_up_to()
+    if most is not None and requested_bytes > most:
+        return requested_bytes
     return 1 << (requested_bytes - 1).bit_length() if requested_bytes > 0 else 0
 
 
@@ -143,7 +139,7 @@ def check_pinned(
     if locked > limits.pinnable_bytes:
         share = f"; {gigabytes(sum(map(pinned_block_bytes, certain)))} of it DeepSpeed locks in any case"
         return (
-            f"needs {gigabytes(locked)} of page-locked memory (each block rounded up to a power of two"
+            f"needs {gigabytes(locked)} of page-locked memory (each block {allocator.rounding()}"
             f"{share if certain else ''}), but this process may lock "
             f"{gigabytes(limits.pinnable_bytes)}{tightest(limits.bounds)}"
         )
@@ -188,6 +184,7 @@ def _share(limit: Limit, ranks: int) -> Limit:
 
 
 def _smallest(bounds: Iterable[Limit]) -> list[Limit]:
+    """The smallest of them; of equal ones the first."""
     return sorted(bounds, key=lambda bound: bound.bytes)[:1]
 
 
@@ -229,7 +226,7 @@ def _numa(root: Path, ranks: int) -> list[tuple[Limit, int]]:
 
 def _memlock(root: Path) -> list[Limit]:
     path = root / "proc/self/limits"
-    found = re.search(r"^Max locked memory\s+(\d+)\s", contents(path), re.MULTILINE)
+    found = re.search(r"^Max locked memory\s+(\d{1,20})\s", contents(path), re.MULTILINE | re.ASCII)
     if found is None or _may_lock_any_amount(root):
         return []
     locked = kilobytes(root / "proc/self/status", "VmLck") or 0
@@ -266,60 +263,6 @@ def _users(max_pinned_bytes: int | None) -> list[Limit]:
     ]
 
 
-# -- cgroups --------------------------------------------------------------------------------------
-
-
-def _cgroup_headrooms(root: Path) -> Iterator[Limit]:
-    """What each cgroup that holds this process still allows, where it has a limit."""
-    for folder in _cgroup_folders(root):
-        for limit_name, usage_name, cache_field in _CGROUP_FILES:
-            limit = number_in(folder / limit_name)
-            if limit is None:
-                continue
-            cache = re.search(rf"^{cache_field} (\d+)$", contents(folder / "memory.stat"), re.MULTILINE)
-            used = (number_in(folder / usage_name) or 0) - (int(cache[1]) if cache else 0)
-            free = min(limit, max(0, limit - used))
-            yield Limit(
-                name="cgroup",
-                bytes=free,
-                source=f"{folder / limit_name}, {gigabytes(free)} of {gigabytes(limit)} free",
-                raise_by="a higher memory limit for this cgroup: `docker run --memory`, Kubernetes "
-                "resources.limits.memory, Slurm --mem, systemd MemoryMax",
-            )
-
-
-def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """The folders of this process's cgroup and its visible ancestors, of v2 and of v1's memory."""
-    for line in contents(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount_root, mount_point = _cgroup_mount(root, v1=bool(controllers))
-        top = root / mount_point.lstrip("/")
-        below = os.path.relpath(path, mount_root)
-        # A path outside the mounted part belongs to another namespace: only the mounted top is ours to see.
-        folder = top if below.startswith("..") else top / below
-        yield folder
-        yield from (parent for parent in folder.parents if parent.is_relative_to(top))
-
-
-def _cgroup_mount(root: Path, *, v1: bool) -> tuple[str, str]:
-    """Which part of the hierarchy is mounted, and where (proc_pid_mountinfo(5)); else the usual place."""
-    for line in contents(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        kind, _, options = right.split(" ", 2)
-        if kind == ("cgroup" if v1 else "cgroup2") and (not v1 or "memory" in options.split(",")):
-            mount_root, mount_point = left.split(" ")[3:5]
-            return mount_root, mount_point
-    return "/", "/sys/fs/cgroup/memory" if v1 else "/sys/fs/cgroup"
-
-
 def in_wsl(root: Path) -> bool:
     """Whether this is the Windows Subsystem for Linux."""
     return "microsoft" in contents(root / "proc/version").lower()
-
-
-def gigabytes(count: int) -> str:
-    """Bytes in GB (1e9) with three significant digits."""
-    gigabytes = count / 1e9
-    return f"{gigabytes:,.0f} GB" if gigabytes >= 100 else f"{gigabytes:.3g} GB"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path("/")
 NO_LIMIT = 1 << 62  # cgroup v1 writes "none" as 2**63 - 1 rounded down to the page size
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_MOST_CPUS = 1 << 16  # eight times what any kernel is built for
 
 
 # -- CPUs and nodes -------------------------------------------------------------------------------
@@ -39,9 +41,10 @@ def bound_node(root: Path, cpus: frozenset[int]) -> Path | None:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """The kernel's list format: ``0-3,8,10-11``."""
-    ranges = (part.split("-") for part in text.strip().split(",") if part.strip())
-    return frozenset(cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1))
+    """The kernel's list format: ``0-3,8,10-11``; what is no number or range of numbers is left out."""
+    ranges = (_RANGE.fullmatch(part.strip()) for part in text.split(","))
+    found = ((int(ends[1]), int(ends[2] or ends[1])) for ends in ranges if ends)
+    return frozenset(cpu for first, last in found for cpu in range(first, min(last, _MOST_CPUS) + 1))
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -63,10 +66,15 @@ def contents(path: Path) -> str:
 def number_in(path: Path) -> int | None:
     """The one number in a file; None for anything else, and for what means "no limit"."""
     text = contents(path).strip()
-    return int(text) if text.isdecimal() and int(text) < NO_LIMIT else None
+    return limited(text) if text.isascii() and text.isdecimal() else None
+
+
+def limited(digits: str) -> int | None:
+    """A number of bytes; None for one that means "no limit"."""
+    return int(digits) if len(digits) < 20 and int(digits) < NO_LIMIT else None
 
 
 def kilobytes(path: Path, name: str) -> int | None:
     """One "kB" field of a meminfo or status file, in bytes."""
-    found = re.search(rf"(?:^|\s){re.escape(name)}:\s*(\d+) kB", contents(path))
+    found = re.search(rf"(?:^|\s){re.escape(name)}:\s*(\d{{1,18}}) kB", contents(path), re.ASCII)
     return int(found[1]) * 1024 if found else None

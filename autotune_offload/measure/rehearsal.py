@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from typing import IO, Any
 
 import torch
 
+from autotune_offload.descendants import end_session
 from autotune_offload.errors import AutotuneError, DeviceError, PinError
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
@@ -183,19 +185,25 @@ def _child(device: Device, blocks: Sequence[int], seconds: float, made_by: str) 
     """The words of a child process, which is gone at the end whatever it was doing."""
     start_seconds = BUILD_SECONDS if _native(device) else START_SECONDS
     mine, theirs = os.pipe()
-    with open(mine, "rb", buffering=0) as pipe, tempfile.TemporaryFile() as output:
+    its_life, our_life = os.pipe()
+    with (
+        open(mine, "rb", buffering=0) as pipe,
+        open(our_life, "wb", buffering=0),
+        tempfile.TemporaryFile() as output,
+    ):
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                pass_fds=(theirs,),
+                pass_fds=(theirs, its_life),
                 start_new_session=True,  # Ctrl-C is for this process, which ends the child
                 env={"DS_ACCELERATOR": device.identity.kind, **os.environ},
             )
         finally:
             os.close(theirs)
+            os.close(its_life)
         try:
             given = {
                 "path": sys.path,
@@ -203,6 +211,7 @@ def _child(device: Device, blocks: Sequence[int], seconds: float, made_by: str) 
                 "index": device.identity.index,
                 "blocks": list(blocks),
                 "pipe": theirs,
+                "life": its_life,
                 "life_seconds": math.ceil(start_seconds + seconds + _GONE_SECONDS),
             }
             with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # type: ignore[union-attr]  # PIPE
@@ -213,9 +222,8 @@ def _child(device: Device, blocks: Sequence[int], seconds: float, made_by: str) 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    end_session(process.pid)
     if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GONE_SECONDS)
 
@@ -256,13 +264,24 @@ def _last_words(process: subprocess.Popen[bytes], output: IO[bytes]) -> str:
 
 def perform(given: dict[str, Any]) -> None:
     """The child's whole life: try, say each step into the pipe, go. It does not outlive its parent."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))
+    threading.Thread(target=_end_with_parent, args=(given["life"],), daemon=True).start()
     signal.alarm(given["life_seconds"])
     with open(given["pipe"], "wb", buffering=0) as pipe:
         for said in _steps(given):
             pipe.write(json.dumps(said).encode() + b"\n")
         os._exit(0)  # a device's own clean-up may hang as well
+
+
+def _end_with_parent(life: int) -> None:
+    """Wait for the parent's end of a pipe to close, which it does however the parent ends."""
+    os.read(life, 1)
+    end_session(os.getpid())  # compilers that it has started, and itself
+
+
+def _end_at_once_with_parent() -> None:
+    """By the kernel, from where a thread of this process may not run again: in a driver that holds it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))
 
 
 def _steps(given: dict[str, Any]) -> Iterator[Said]:
@@ -274,4 +293,5 @@ def _steps(given: dict[str, Any]) -> Iterator[Said]:
     except Exception as error:
         yield {"end": "error", "error": f"{error}"}
         return
+    _end_at_once_with_parent()
     yield from _on(device, given["blocks"])

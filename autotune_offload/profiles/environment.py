@@ -81,6 +81,11 @@ INVALIDATES: dict[str, tuple[Callable[[Environment], Scalar], str]] = {
         lambda here: here.device.pin_backend,
         "who page-locks: torch, DeepSpeed's own code (registered or not), or nobody",
     ),
+    "device.settings": (
+        lambda here: here.device.settings,
+        "variables that change page-locking or copying: the allocator's `pinned_*` settings, CUDA_LAUNCH_BLOCKING "
+        "and its like",
+    ),
     "host.cpu_model": (lambda here: here.host.cpu_model, "casts and host copies run there"),
     "host.affinity_cpus": (lambda here: here.host.affinity_cpus, "how many CPUs this process may use"),
     "host.numa_bound": (lambda here: here.host.numa_bound, "bound to one NUMA node or not"),

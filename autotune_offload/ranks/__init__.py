@@ -1,4 +1,4 @@
 """Several ranks, one decision.
 
-From below: group, ballots, agreement, agree, turns.
+From below: patience, group, ballots, agreement, agree, turns.
 """

@@ -23,6 +23,7 @@ from typing import Any
 from msgspec import structs
 
 from autotune_offload.config import equal_keys
+from autotune_offload.config.keys import NAMES
 from autotune_offload.errors import AgreementError
 from autotune_offload.ranks.agreement import Agreement
 from autotune_offload.ranks.ballots import (
@@ -144,7 +145,9 @@ def _sizes(own: ZeroSizes, plan: Plan) -> ZeroSizes:
     reasons = dict(own.reasons)
     for name, value in values.items():
         if value is not None and value != getattr(own, name):
-            reasons[name] = f"{value:,} elements: the smallest that any of the {plan.ranks} ranks asks for"
+            reasons[name] = (
+                f"{NAMES[name]} is {value:,} elements: the smallest that any of the {plan.ranks} ranks asks for"
+            )
     return ZeroSizes(**values, reasons=reasons)
 
 

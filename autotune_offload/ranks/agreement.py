@@ -6,8 +6,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from msgspec import structs
 
@@ -27,15 +27,10 @@ from autotune_offload.ranks.ballots import (
     unpacked,
 )
 from autotune_offload.ranks.group import PREFIX, WAIT_SECONDS, Group, Store
-
-T = TypeVar("T")
-
+from autotune_offload.ranks.patience import DeadStoreError, bounded
 
 MARGIN_SECONDS = 60.0
 """For ranks that were there already, beyond the time that measuring may take: imports and a compiler."""
-
-_GRACE_SECONDS = 10.0
-"""After a time-out, for a store that is slow to answer; then it counts as dead."""
 
 _LEADERS_GRACE_SECONDS = 3.0
 """What a rank waits longer than the first of its host, who has to say so when time is up."""
@@ -52,10 +47,6 @@ _SIZES_BYTES = 512
 # -- the protocol ---------------------------------------------------------------------------------
 
 _GO, _STOP = "go", "stop: "
-
-
-class _DeadStoreError(AgreementError):
-    """The store does not answer."""
 
 
 class Agreement:
@@ -130,7 +121,7 @@ class Agreement:
         with self._declining():
             try:
                 bounded(lambda: self._confirmed(digest, confirmed), self.margin_seconds)
-            except _DeadStoreError as error:
+            except DeadStoreError as error:
                 if not confirmed.is_set():
                     raise
                 raise UndecidedError(
@@ -170,7 +161,7 @@ class Agreement:
         try:
             yield
         except AgreementError as error:
-            self._dead = isinstance(error, (_DeadStoreError, UndecidedError))
+            self._dead = isinstance(error, (DeadStoreError, UndecidedError))
             self.decline(str(error))
             raise
 
@@ -274,30 +265,3 @@ def _arrived(store: Store, key: str, seconds: float, waiting: int) -> bool:
         time.sleep(min(pause, left))
         pause = min(pause * _POLL_GROWTH, longest)
     return True
-
-
-def bounded(step: Callable[[], T], seconds: float) -> T:
-    """What `step` gives, from a thread of its own: a store on a frozen host would hold a request for ever.
-
-    Raises:
-        AgreementError: no answer within so many seconds and a grace, or no connection.
-    """
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(step())
-        except BaseException as error:  # the calling thread's to raise
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="autotune-offload agreement", daemon=True)
-    thread.start()
-    thread.join(seconds + _GRACE_SECONDS)
-    if done:
-        return done[0]
-    if not failed:
-        raise _DeadStoreError(f"the store of rank 0 gave no answer within {seconds + _GRACE_SECONDS:g} s")
-    if isinstance(failed[0], RuntimeError):  # torch's DistError is one
-        raise _DeadStoreError(f"the store of rank 0 cannot be used: {failed[0]}") from failed[0]
-    raise failed[0]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from autotune_offload.errors import AgreementError, ConfigError
 from autotune_offload.machine import host
+from autotune_offload.ranks.patience import bounded
 
 WAIT_SECONDS = 300.0
 """For ranks that come late, after reading a checkpoint for example, unless the user sets another time."""
@@ -76,19 +77,23 @@ def present_group() -> Group | None:
 def launched_group(seconds: float = WAIT_SECONDS) -> Group:
     """The ranks that a launcher started, by its environment alone: no process group, no device.
 
+    Signals are heard while it waits for them.
+
     Raises:
         AgreementError: no RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT, or nobody at that address.
     """
     from torch.distributed.rendezvous import rendezvous
 
-    try:
-        found = next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=seconds))))
-    except (ValueError, RuntimeError) as error:
-        raise AgreementError(
-            f"{announced_ranks()} ranks were started, and cannot find each other: {error}; start them with deepspeed "
-            "or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        ) from error
-    store, rank, world_size = found
+    def met() -> Any:
+        try:
+            return next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=seconds))))
+        except (ValueError, RuntimeError) as error:
+            raise AgreementError(
+                f"{told()}, and they cannot find each other: {error}; start them with deepspeed or torchrun, or set "
+                f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; {alone()}"
+            ) from error
+
+    store, rank, world_size = bounded(met, seconds)
     return Group(store=store, rank=rank, world_size=world_size, host=host.identity())
 
 
@@ -102,13 +107,30 @@ def announced_ranks() -> int:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    counts = [1]
+    return max((count for _, count in _announced()), default=1)
+
+
+def told() -> str:
+    """Who says how many ranks there are, in words: ``WORLD_SIZE=2 says that 2 ranks were started``."""
+    name, count = max(_announced(), key=lambda each: each[1])
+    return f"{name}={count} says that {count} ranks were started"
+
+
+def alone() -> str:
+    """How to have this process taken for the only one, where its variables are left over from elsewhere."""
+    names = [name for name, count in _announced() if count > 1]
+    return f"without a launcher, unset {' and '.join(names)} to probe this host alone"
+
+
+def _announced() -> list[tuple[str, int]]:
+    """What each variable of a launcher says, where it is set."""
+    found = []
     for name in ANNOUNCED:
-        told = os.environ.get(name, "").strip() or "1"
-        if not told.isdecimal() or int(told) < 1:
-            raise ConfigError(f'{name} is "{told}"; expected the number of ranks, or no such variable')
-        counts.append(int(told))
-    return max(counts)
+        text = os.environ.get(name, "").strip() or "1"
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError(f'{name} is "{text}"; expected the number of ranks, or no such variable')
+        found.append((name, int(text)))
+    return found
 
 
 def present_rank() -> int:

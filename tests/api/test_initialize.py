@@ -525,6 +525,18 @@ def test_a_path_that_beats_deepspeed_is_attached(
     assert "by DeepSpeed's own code, with the keys below: a stub" in api_report.report(engine).text()
 
 
+def test_a_frozen_model_is_tuned_and_gets_no_path(
+    calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For inference its parameters are laid out and fetched as chosen; there is no gradient to carry."""
+    monkeypatch.setattr(api_initialize, "attach", lambda *arguments: pytest.fail("attached"))
+    probes.choice = make_choice()
+    frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+    api_initialize.initialize(model=frozen, config=copy.deepcopy(CONFIG))
+    assert is_tuned(calls[0]["config"])
+    assert warnings(caplog) == []
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_path_that_cannot_be_attached_costs_one_warning(
     calls: Calls,

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import os
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, UserList, deque
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -74,6 +74,20 @@ def test_every_mapping_becomes_a_plain_dict(wrap: Any) -> None:
     config = read(wrap({"zero_optimization": wrap({"stage": 3}), "list": [wrap({"a": 1})], "pair": (1, 2)}))
     assert config == {"zero_optimization": {"stage": 3}, "list": [{"a": 1}], "pair": (1, 2)}
     assert type(config) is type(config["zero_optimization"]) is type(config["list"][0]) is dict
+
+
+@pytest.mark.parametrize("wrap", [list, UserList, deque])
+def test_every_sequence_becomes_a_plain_list(wrap: Any) -> None:
+    """A library's own list, as OmegaConf has one, is what `json` writes as a list; a text stays a text."""
+    config = read({"optimizer": {"params": {"betas": wrap([0.9, wrap([1])])}}, "name": "abc", "raw": b"abc"})
+    assert config == {"optimizer": {"params": {"betas": [0.9, [1]]}}, "name": "abc", "raw": b"abc"}
+    assert type(config["optimizer"]["params"]["betas"][1]) is list
+
+
+def test_a_sequence_of_another_kind_is_heard_in_our_block() -> None:
+    """What it names is kept."""
+    given = {"autotune_offload": UserDict(keep=UserList(["offload_param.pin_memory"]))}
+    assert config_block.settings(read(given)).keep == ("offload_param.pin_memory",)
 
 
 @given(config=objects)

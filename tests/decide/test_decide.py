@@ -14,6 +14,7 @@ import optuna
 import pytest
 
 from autotune_offload import records
+from autotune_offload.config.keys import NAMES
 from autotune_offload.decide import decide
 from autotune_offload.decide import trial as decide_trial
 from autotune_offload.decide.candidates import PARAMETERS, grid, key, kind
@@ -746,8 +747,8 @@ def test_sizes_are_bounded_by_device_memory(
     for name in ("reduce_bucket_elements", "prefetch_bucket_elements", "persistence_threshold_elements"):
         value = getattr(sizes, name)
         assert type(value) is int and 1 <= value <= room
-        assert sizes.reasons[name].startswith(f"{value:,} elements: ")
-    assert "own value stays" in sizes.reasons["sub_group_elements"]
+        assert sizes.reasons[name].startswith(f"{NAMES[name]} is {value:,} elements: ")
+    assert sizes.reasons["sub_group_elements"].startswith("sub_group_size stays DeepSpeed's own: ")
 
 
 def test_sizes_follow_the_link(stage: Stage) -> None:
@@ -769,7 +770,10 @@ def test_a_synchronous_device_keeps_deepspeeds_sizes(stage: Stage) -> None:
     sizes = stage.run(measurements=fast_pinned(pin=NO_PIN)).choice.sizes
     assert sizes == records.ZeroSizes(reasons=sizes.reasons)
     assert len(sizes.reasons) == 4
-    assert "nothing overlaps, so DeepSpeed's own value stays" in sizes.reasons["reduce_bucket_elements"]
+    assert all(
+        reason.startswith(f"{NAMES[name]} stays DeepSpeed's own") for name, reason in sizes.reasons.items()
+    )
+    assert "nothing overlaps" in sizes.reasons["reduce_bucket_elements"]
 
 
 # -- whole accumulations ---------------------------------------------------------------------------

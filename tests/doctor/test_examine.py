@@ -280,12 +280,49 @@ def test_an_accelerator_that_is_not_used_is_named_with_the_cause(
 
 
 @pytest.mark.parametrize(
-    ("vendor", "kind"), [("0x1af4", "0x038000"), ("0x1002", "0x030000"), ("0x8086", "0x030000")]
+    ("vendor", "kind", "address", "width"),
+    [
+        ("0x1af4", "0x038000", "0000:17:00.0", "16"),
+        ("0x1a03", "0x030000", "0000:17:00.0", "1"),
+        ("0x19e5", "0x030000", "0000:17:00.0", "1"),
+        ("0x1002", "0x030000", "0000:17:00.0", "0"),
+        ("0x8086", "0x030000", "0000:00:02.0", "16"),
+    ],
+    ids=["virtual", "ASPEED", "Huawei's console", "AMD's on the board", "Intel's in the processor"],
 )
-def test_a_console_adapter_is_no_accelerator(case: Case, root: Path, vendor: str, kind: str) -> None:
+def test_a_console_adapter_is_no_accelerator(
+    case: Case, root: Path, vendor: str, kind: str, address: str, width: str
+) -> None:
     """A virtual display and a server's own graphics are not what torch should have been built for."""
-    accelerator(root, vendor=vendor, **{"class": kind})
+    accelerator(root, address, vendor=vendor, max_link_width=width, **{"class": kind})
     assert found(saying(case, torch={"cuda": None}, device=CPU), "torch-build") == []
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "severity", "says", "fix"),
+    [
+        ("0x19e5", "0x120000", "costs", "Huawei at 0000:17:00.0", "install torch_npu for Huawei"),
+        ("0x1da3", "0x120000", "costs", "Habana at 0000:17:00.0", "install habana_frameworks for Habana"),
+        ("0xcabc", "0x120000", "costs", "Cambricon at 0000:17:00.0", "install torch_mlu for Cambricon"),
+        ("0x1002", "0x030000", "notice", "a display card that may compute (AMD", "another build"),
+        ("0x8086", "0x030000", "notice", "a display card that may compute (Intel", "another build"),
+    ],
+)
+def test_devices_beside_nvidias_are_missed_too(
+    case: Case, root: Path, vendor: str, kind: str, severity: str, says: str, fix: str
+) -> None:
+    """Ascend and its like with the package that drives them; a Radeon or an Arc with a question mark."""
+    accelerator(root, vendor=vendor, **{"class": kind})
+    finding = only(saying(case, torch={"cuda": None}, device=CPU), "torch-build")
+    assert finding.severity == severity
+    assert says in finding.found
+    assert fix in finding.fix
+
+
+def test_a_card_for_a_screen_needs_no_wide_link(case: Case, root: Path) -> None:
+    """An Arc shows one lane behind its own bridge."""
+    accelerator(root, vendor="0x8086", current_link_width="1", **{"class": "0x030000"})
+    assert found(case, "link") == []
 
 
 def test_a_compiler_that_is_missing_costs(case: Case) -> None:

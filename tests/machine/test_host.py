@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_offload.errors import ConfigError
-from autotune_offload.machine import host
+from autotune_offload.machine import bus, host
 from autotune_offload.machine import limits as machine_limits
 from autotune_offload.records import Limit, Limits
 from tests import CHECKOUT
@@ -237,6 +237,113 @@ def test_a_path_outside_the_namespace_falls_back_to_the_mounted_top(root: Path) 
     v2_files(root, "sys/fs/cgroup", str(4 * GIB), 0)
     v2_files(root, "sys/fs/other", str(GIB), 0)
     assert machine_limits.limits(root=root).available_bytes == 4 * GIB
+
+
+def test_v1_names_a_limit_that_lies_above_what_a_container_sees(root: Path) -> None:
+    """The parent that Docker limits is not mounted; the kernel's own sum of all limits is in memory.stat."""
+    write(root, "proc/self/cgroup", "9:memory:/docker/abc\n0::/docker/abc\n")
+    mount = "40 30 0:35 /docker/abc /sys/fs/cgroup/memory ro,nosuid - cgroup cgroup rw,memory\n"
+    write(root, "proc/self/mountinfo", mount)
+    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", V1_SENTINEL)
+    write(root, "sys/fs/cgroup/memory/memory.usage_in_bytes", str(3 * GIB))
+    stat = f"hierarchical_memory_limit {16 * GIB}\nhierarchical_memsw_limit {V1_SENTINEL}\ntotal_inactive_file {GIB}\n"
+    write(root, "sys/fs/cgroup/memory/memory.stat", stat)
+    limits = machine_limits.limits(root=root)
+    assert limits.available_bytes == 14 * GIB
+    found = bound(limits, "cgroup")
+    assert found is not None and "hierarchical_memory_limit in " in found.source
+    write(root, "sys/fs/cgroup/memory/memory.stat", f"hierarchical_memory_limit {V1_SENTINEL}\n")
+    assert bound(machine_limits.limits(root=root), "cgroup") is None
+
+
+def test_of_equal_limits_the_file_that_sets_it_is_named(root: Path) -> None:
+    """memory.stat repeats an ancestor's limit; the ancestor's own file is where it can be raised."""
+    write(root, "proc/self/cgroup", "9:memory:/slurm/job\n")
+    write(root, "sys/fs/cgroup/memory/slurm/memory.limit_in_bytes", str(16 * GIB))
+    write(root, "sys/fs/cgroup/memory/slurm/job/memory.limit_in_bytes", V1_SENTINEL)
+    write(root, "sys/fs/cgroup/memory/slurm/job/memory.stat", f"hierarchical_memory_limit {16 * GIB}\n")
+    found = bound(machine_limits.limits(root=root), "cgroup")
+    assert found is not None and "slurm/memory.limit_in_bytes" in found.source
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mountinfo"),
+    [
+        ("2\n0::/a\n", V2_MOUNT),
+        ("0::\n0::/a\n", V2_MOUNT),
+        ("\n:\n0::/a\n", "garbage\n\n" + V2_MOUNT),
+        ("0::/a\n", "1 1 0:1 / / rw - rootfs\n" + V2_MOUNT),
+        ("0::/a\n", "1 - cgroup2\n31 23 0:28 nowhere /x rw - cgroup2 cgroup2 rw\n" + V2_MOUNT),
+        ("0::/a\n", "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2\n"),
+    ],
+)
+def test_lines_that_no_kernel_writes_are_passed_over(root: Path, cgroup: str, mountinfo: str) -> None:
+    """GVisor and lxcfs play these files; the good lines beside the odd ones still count."""
+    write(root, "proc/self/cgroup", cgroup)
+    write(root, "proc/self/mountinfo", mountinfo)
+    write(root, "sys/fs/cgroup/a/memory.max", str(8 * GIB))
+    assert machine_limits.limits(root=root).available_bytes == 8 * GIB
+
+
+_ODD = st.lists(
+    st.sampled_from(
+        [
+            *" \n\t:-,/.",
+            "0",
+            "7",
+            "x",
+            "\u0663",
+            "9" * 5000,
+            "kB",
+            " - cgroup2 ",
+            "memory",
+            "MemAvailable: ",
+            "VmLck:\t",
+            "Max locked memory ",
+            "CapEff:\t",
+            "hierarchical_memory_limit ",
+            "16.0.0 GT/s",
+            "model name\t: ",
+            "0::/a",
+        ]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@given(
+    texts=st.fixed_dictionaries(
+        dict.fromkeys(
+            (
+                *(
+                    f"proc/{name}"
+                    for name in ("meminfo", "cpuinfo", "version", "self/cgroup", "self/mountinfo")
+                ),
+                *(f"proc/self/{name}" for name in ("limits", "status", "uid_map")),
+                *(f"sys/fs/cgroup/memory.{name}" for name in ("max", "high", "current", "stat")),
+                *(f"sys/devices/system/node/node0/{name}" for name in ("cpulist", "meminfo")),
+                *(
+                    f"sys/devices/system/cpu/cpu0/cache/index3/{name}"
+                    for name in ("level", "size", "shared_cpu_list")
+                ),
+                *(f"sys/bus/pci/devices/0000:01:00.0/{name}" for name in ("numa_node", "max_link_speed")),
+            ),
+            _ODD,
+        )
+    )
+)
+def test_no_text_in_proc_or_sys_raises(
+    tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str]
+) -> None:
+    """Whatever stands there, facts, limits and the devices on the bus are read."""
+    root = tmp_path_factory.mktemp("root")
+    for name, text in texts.items():
+        write(root, name, text)
+    write(root, "sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de")
+    write(root, "sys/bus/pci/devices/0000:01:00.0/class", "0x030200")
+    assert host.facts(root=root).numa_nodes >= 1
+    assert machine_limits.limits(root=root).available_bytes >= 0
+    assert len(bus.accelerators(root=root)) == 1
 
 
 def test_a_limit_above_the_ram_does_not_hide_the_ram(root: Path) -> None:

@@ -5,8 +5,12 @@ Those that block, abort and die are in `reliability.device`, where the table of 
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -95,6 +99,37 @@ def test_a_probe_of_a_device_whose_pinned_copies_hang_chooses_without_them(above
     assert "never completes" in str(profile.pin.reason)
     pinned = [c.rejected for c in profile.candidates if c.path == "pinned"]
     assert pinned and all("never completes" in str(why) for why in pinned)
+
+
+_BUILDS = f"""
+from autotune_offload.interruption import cleaned_up
+from autotune_offload.measure.rehearsal import rehearse
+from tests.reliability import devices
+with cleaned_up():
+    rehearse(devices.Honest(), [4096], seconds=300, made_by="{devices.HERE}:Builds")
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name
+)
+def test_a_compiler_ends_with_the_process_that_needed_it(tmp_path: Path, number: signal.Signals) -> None:
+    """However that ends, and though the compiler is in a process group of its own."""
+    started = tmp_path / "started"
+    parent = subprocess.Popen([sys.executable, "-c", _BUILDS], env={**os.environ, "HANGS": str(started)})
+    try:
+        deadline = time.monotonic() + 60
+        while not started.exists():
+            assert time.monotonic() < deadline and parent.poll() is None
+            time.sleep(0.05)
+        compiler = psutil.Process(int(started.read_text()))
+        parent.send_signal(number)
+        parent.wait(30)
+        _, alive = psutil.wait_procs([compiler], timeout=20)
+        assert not alive
+    finally:
+        parent.kill()
+        parent.wait()
 
 
 def test_a_twin_is_as_the_device_itself() -> None:

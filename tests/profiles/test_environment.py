@@ -80,6 +80,7 @@ def key_with(**changes: object) -> str:
         {"device__link_generation": 4},
         {"device__link_width": 8},
         {"device__pin_backend": "native"},
+        {"device__settings": "pinned_use_cuda_host_register:true"},
         {"host__cpu_model": "another"},
         {"host__affinity_cpus": 8},
         {"host__numa_bound": False},

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from autotune_offload.config.equal_keys import sizes_digest
 from autotune_offload.errors import AgreementError, UndecidedError
-from autotune_offload.ranks import agree, agreement
+from autotune_offload.ranks import agree, patience
 from autotune_offload.ranks import group as ranks_group
 from autotune_offload.ranks.agreement import Agreement
 from autotune_offload.ranks.ballots import ballot
@@ -316,7 +316,7 @@ def test_mixed_accelerators_are_loud() -> None:
 
 def test_a_store_that_answers_no_more_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen host holds every request; before this rank has confirmed it may go on by itself."""
-    monkeypatch.setattr(agreement, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(patience, "_GRACE_SECONDS", 0.2)
     frozen = threading.Event()
 
     class Frozen(CountingStore):

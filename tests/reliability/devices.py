@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +47,21 @@ class PinnedCopyHangs(_Cuda):
         if size > HANGS_ABOVE_BYTES:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(3600)
+
+
+class Builds(_Cuda):
+    """Making it starts a compiler in a process group of its own, as ninja does, and waits for it.
+
+    The file that HANGS names then holds the compiler's process id.
+    """
+
+    def __init__(self, index: int | None = None) -> None:
+        compiler = subprocess.Popen(["sleep", "3600"], preexec_fn=os.setpgrp)
+        started = Path(os.environ["HANGS"])
+        started.with_suffix(".part").write_text(str(compiler.pid))
+        started.with_suffix(".part").rename(started)
+        compiler.wait()
+        super().__init__(index)
 
 
 class NeverAnswers(_Cuda):

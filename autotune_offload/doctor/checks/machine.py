@@ -11,7 +11,7 @@ from autotune_offload.records import Finding
 
 def link(case: Case) -> Iterator[Finding]:
     """A link that is narrower or slower than the device can do."""
-    devices = bus.accelerators(root=case.root)
+    devices = _accelerators(case)
     for device in devices:
         name = f"the link of the {device.vendor} device at {device.address}"
         yield from _narrow(name, device.link_width, device.device_link_width)
@@ -30,6 +30,11 @@ def link(case: Case) -> Iterator[Finding]:
     now, best = nvml.get("generation"), nvml.get("device_generation")
     if now and best and now < best:
         yield _slow(name, f"generation {now}", f"generation {best}", 2.0 ** (best - now))
+
+
+def _accelerators(case: Case) -> list[bus.BusDevice]:
+    """Those that are there to compute: a card for a screen need not have a wide link."""
+    return [device for device in bus.accelerators(root=case.root) if not device.display]
 
 
 def _narrow(name: str, width: int | None, most: int | None) -> Iterator[Finding]:
@@ -59,7 +64,7 @@ def numa(case: Case) -> Iterator[Finding]:
     facts = host.facts(root=case.root)
     if facts.numa_nodes < 2 or facts.numa_bound:
         return
-    nodes = sorted({str(d.numa_node) for d in bus.accelerators(root=case.root) if d.numa_node is not None})
+    nodes = sorted({str(d.numa_node) for d in _accelerators(case) if d.numa_node is not None})
     where = f" (the accelerators here are at node {', '.join(nodes)})" if nodes else ""
     yield Finding(
         id="numa",

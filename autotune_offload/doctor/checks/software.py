@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from packaging.version import Version
 
@@ -18,6 +18,9 @@ OLDEST = {"python": "3.10", "torch": "2.1", "deepspeed": upstream.OLDEST}
 
 
 _TORCH = "https://pytorch.org/get-started/locally"
+
+_EXTENSIONS = {"Huawei": "torch_npu", "Habana": "habana_frameworks", "Cambricon": "torch_mlu"}
+"""What DeepSpeed imports for devices that a torch for the CPU can drive (`accelerator/real_accelerator.py`)."""
 
 
 def versions(case: Case) -> Iterator[Finding]:
@@ -97,10 +100,12 @@ def libraries(case: Case) -> Iterator[Finding]:
 
 def torch_build(case: Case) -> Iterator[Finding]:
     """An accelerator that /sys shows and DeepSpeed would not train on."""
-    devices = bus.accelerators(root=case.root)
+    found = bus.accelerators(root=case.root)
+    devices = [device for device in found if not device.display] or found
     if case.device.get("kind") != "cpu" or not devices:
         return
     there = ", ".join(sorted({f"{device.vendor} at {device.address}" for device in devices}))
+    display = devices[0].display  # a Radeon or an Arc computes, and so does not every card for a screen
     chosen = case.environ.get("DS_ACCELERATOR", "").strip().lower() == "cpu"
     built = [
         name
@@ -115,15 +120,24 @@ def torch_build(case: Case) -> Iterator[Finding]:
     else:
         why, fix = (
             f"torch {host.software().torch} is built for the CPU alone",
-            f"install another build: {_TORCH}",
+            _another_build(devices),
         )
+    a_card = "a display card that may compute" if display else "an accelerator"
     yield Finding(
         id="torch-build",
-        severity="notice" if chosen else "costs",
-        found=f"DeepSpeed would train on the CPU, though this host has an accelerator ({there}): {why}",
+        severity="notice" if chosen or display else "costs",
+        found=f"DeepSpeed would train on the CPU, though this host has {a_card} ({there}): {why}",
         costs="everything is computed on the host",
         fix=fix,
     )
+
+
+def _another_build(devices: Sequence[bus.BusDevice]) -> str:
+    vendors = sorted({device.vendor for device in devices})
+    packages = [f"{_EXTENSIONS[vendor]} for {vendor}" for vendor in vendors if vendor in _EXTENSIONS]
+    if len(packages) == len(vendors):
+        return f"install {' and '.join(packages)}, in the version that fits this torch"
+    return f"install another build: {_TORCH}" + (f"; {' and '.join(packages)}" if packages else "")
 
 
 def compiler(case: Case) -> Iterator[Finding]:
