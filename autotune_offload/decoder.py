@@ -17,7 +17,7 @@ _WIDTH_PER_LAYER = 128
 
 
 class Decoder(Record, frozen=True, kw_only=True):
-    """What the parameters of a decoder follow from. `experts` 0 is a dense one."""
+    """What the parameters of a dense decoder follow from."""
 
     hidden: int
     layers: int
@@ -27,18 +27,19 @@ class Decoder(Record, frozen=True, kw_only=True):
     key_value_heads: int
     vocabulary: int
     intermediate: int
-    """Width of the feed-forward network, or of one expert's."""
-    mlp_matrices: int = 3
-    """3 where the network is gated, else 2."""
+    """Width of the feed-forward network."""
     tied: bool = False
     """The output head is the embedding."""
-    experts: int = 0
-    shared_intermediate: int = 0
-    """Width of the expert that every token passes, behind a gate; 0 where there is none."""
-    attention_biases: bool = False
+    input_biases: bool = False
     """q, k and v have biases."""
+    output_bias: bool = False
+    """The attention's output has one."""
+    network_biases: bool = False
+    """The three matrices of the feed-forward network have biases."""
+    head_norms: bool = False
+    """Queries and keys are normed, each with a weight for one head."""
     classic: bool = False
-    """As GPT-2: q, k and v in one matrix, every matrix and norm with a bias."""
+    """As GPT-2: q, k and v in one matrix, two matrices in the network, every matrix and norm with a bias."""
     positions: int = 0
     """Rows of a learned position embedding."""
 
@@ -62,82 +63,74 @@ def _attention(decoder: Decoder) -> list[int]:
     hidden, inputs = decoder.hidden, [query, key, key]
     if decoder.classic:
         inputs = [sum(inputs)]
+        return [*(hidden * width for width in inputs), hidden * query, *inputs, hidden]
     weights = [*(hidden * width for width in inputs), hidden * query]
-    if decoder.classic:
-        return [*weights, *inputs, hidden]
-    return weights + inputs * decoder.attention_biases
+    biases = inputs * decoder.input_biases + [hidden] * decoder.output_bias
+    return weights + biases + [decoder.head] * 2 * decoder.head_norms
 
 
 def _feed_forward(decoder: Decoder) -> list[int]:
-    hidden, matrices = decoder.hidden, decoder.mlp_matrices
-    network = [hidden * decoder.intermediate] * matrices
+    hidden, wide = decoder.hidden, decoder.intermediate
     if decoder.classic:
-        return [*network, decoder.intermediate, hidden]
-    if not decoder.experts:
-        return network
-    shared = [hidden * decoder.shared_intermediate] * matrices + [hidden]
-    return network * decoder.experts + [hidden * decoder.experts] + shared * bool(decoder.shared_intermediate)
+        return [hidden * wide] * 2 + [wide, hidden]
+    return [hidden * wide] * 3 + [wide, wide, hidden] * decoder.network_biases
 
 
 def _norms(decoder: Decoder, count: int) -> list[int]:
     return [decoder.hidden] * (2 * count if decoder.classic else count)
 
 
-_CLASSIC = frozenset({"gpt2", "gpt_bigcode", "openai-gpt", "gpt_neo", "gptj", "codegen", "opt", "bloom"})
-_UNGATED = _CLASSIC | {"gpt_neox", "falcon", "mpt", "phi", "starcoder2", "nemotron"}
-"""Model types (Hugging Face transformers) whose feed-forward network has two matrices and no gate."""
+_CLASSIC = frozenset({"gpt2"})
+_UNTIED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Where their configs say nothing: the default of transformers' own class for the model type."""
 
-_UNGATED_ACTIVATIONS = frozenset({"gelu", "gelu_new", "gelu_fast", "relu", "relu2"})
-"""Taken for a sign of the same, where the model type is not given."""
+_KNOWN = _CLASSIC | _UNTIED | {"gemma"}
+"""Model types that are counted here exactly; a test holds each against the model itself."""
 
-_LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "openai-gpt", "gpt_neo", "opt"})
+_HEAD = {"gemma": 256, "qwen3": 128}
+"""Elements of a head where the config names none, for the types whose own default is no share of the width."""
 
-# Where these configs say nothing, the default of transformers' own class for the model type holds.
-_UNTIED = frozenset(
-    {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo"}
-)
-_ATTENTION_BIASES = frozenset({"qwen2", "qwen2_moe"})
+_NOT_COUNTED = (
+    "expert moe mamba ssm hybrid latent lora_rank linear_num conv recurrent lru block_type cross_attention"
+).split()
+"""Parts of a key's name that speak of parameters beside those of a plain decoder."""
 
 
-def decoder_in(described: Mapping[str, Any]) -> Decoder:
-    """The decoder that a config.json describes; multimodal ones keep theirs in text_config.
+def decoder_in(described: Mapping[str, Any], *, why_not_built: str) -> Decoder:
+    """The dense decoder that a config.json describes.
+
+    Args:
+        described: what the file holds.
+        why_not_built: why the model itself could not be asked, for the error.
 
     Raises:
-        ConfigError: something else than a decoder, or sizes that are missing.
+        ConfigError: something else than a decoder of a known kind, or sizes that are missing.
     """
-    text = described.get("text_config")
-    if isinstance(text, dict) and "hidden_size" in text:
-        described = {**described, **text}
-    if described.get("is_encoder_decoder") or "kv_lora_rank" in described:
-        what = "an encoder-decoder" if described.get("is_encoder_decoder") else "latent attention"
-        raise ConfigError(
-            f"this config.json describes {what}, whose parameters are not known here; expected a decoder of the "
-            "Llama, Mistral, Qwen, Gemma or GPT-2 kind; give the model's size with --params instead"
-        )
+    _refuse_unknown(described, why_not_built)
     sizes = _Sizes(described)
-    hidden = sizes.get("hidden_size", "n_embd", "d_model")
-    heads = sizes.get("num_attention_heads", "n_head", "n_heads", "num_heads")
-    kind = described.get("model_type") or ("gpt2" if "n_embd" in described else None)
-    gated = kind not in _UNGATED if kind else described.get("hidden_act") not in _UNGATED_ACTIVATIONS
-    experts = sizes.get("num_local_experts", "num_experts", default=0)
-    widths = ("moe_intermediate_size",) * bool(experts) + ("intermediate_size", "n_inner", "ffn_dim")
+    hidden = sizes.get("hidden_size", "n_embd")
+    heads = sizes.get("num_attention_heads", "n_head")
+    kind = described["model_type"]
+    biases = kind != "mistral" and kind != "qwen2" and bool(described.get("attention_bias"))
     decoder = Decoder(
         hidden=hidden,
-        layers=sizes.get("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+        layers=sizes.get("num_hidden_layers", "n_layer"),
         heads=heads,
-        head=sizes.get("head_dim", default=max(hidden // heads, 1)),
-        key_value_heads=sizes.get("num_key_value_heads", "n_head_kv", default=heads),
-        vocabulary=sizes.get("vocab_size", "padded_vocab_size"),
-        intermediate=sizes.get(*widths, default=4 * hidden),
-        mlp_matrices=3 if gated else 2,
+        head=sizes.get("head_dim", default=_HEAD.get(kind, max(hidden // heads, 1))),
+        key_value_heads=sizes.get(
+            "num_key_value_heads", default=heads if kind in ("gpt2", "llama") else None
+        ),
+        vocabulary=sizes.get("vocab_size"),
+        intermediate=sizes.get(
+            "intermediate_size", "n_inner", default=4 * hidden if kind in _CLASSIC else None
+        ),
         tied=bool(described.get("tie_word_embeddings", kind not in _UNTIED)),
-        experts=experts,
-        shared_intermediate=sizes.get("shared_expert_intermediate_size", default=0) if experts else 0,
-        attention_biases=bool(described.get("attention_bias", kind in _ATTENTION_BIASES)),
+        input_biases=biases or kind == "qwen2",
+        output_bias=biases,
+        network_biases=kind == "llama" and bool(described.get("mlp_bias")),
+        head_norms=kind == "qwen3",
         classic=kind in _CLASSIC,
-        positions=sizes.get("n_positions", "max_position_embeddings", default=0)
-        if kind in _LEARNED_POSITIONS
-        else 0,
+        positions=sizes.get("n_positions", default=1024) if kind in _CLASSIC else 0,
     )
     if sizes.missing:
         raise ConfigError(
@@ -145,6 +138,30 @@ def decoder_in(described: Mapping[str, Any]) -> Decoder:
             "give the model's size with --params instead"
         )
     return decoder
+
+
+def _refuse_unknown(described: Mapping[str, Any], why_not_built: str) -> None:
+    """Count nothing that is not understood: a wrong size decides as firmly as a right one."""
+    kind = described.get("model_type")
+    stranger = [key for key, value in described.items() if value and _speaks_of_more(key, value)]
+    if described.get("is_encoder_decoder"):
+        what = "an encoder-decoder"
+    elif stranger:
+        what = f"parameters that no formula here counts ({', '.join(sorted(stranger))})"
+    elif kind not in _KNOWN:
+        what = f'the model type "{kind}"' if kind else "a model of no named type"
+    else:
+        return
+    raise ConfigError(
+        f"this config.json describes {what}, and its sizes are not known: {why_not_built}; without it, decoders "
+        f"of the types {', '.join(sorted(_KNOWN))} are counted; or give the model's size with --params instead"
+    )
+
+
+def _speaks_of_more(key: str, value: object) -> bool:
+    """Experts, state spaces, low-rank attention, or another model inside this one."""
+    inner = key.endswith("_config") and isinstance(value, Mapping) and key != "quantization_config"
+    return inner or any(part in key.lower() for part in _NOT_COUNTED)
 
 
 class _Sizes:

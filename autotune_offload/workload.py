@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotune_offload.architecture import built
 from autotune_offload.decoder import decoder_in, decoder_of, decoder_parameters
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import Workload, histogram
@@ -58,13 +60,16 @@ def from_module(
 def from_hf_config(
     path: str | Path, *, world_size: int = 1, accumulation_steps: int = 1, dtype: str = "bfloat16"
 ) -> Workload:
-    """The workload of a dense or mixture-of-experts decoder described by a Hugging Face config.json.
+    """The workload of the model that a Hugging Face config.json describes.
+
+    Where `transformers` is installed, it builds the model without weights, and its own parameters count. Without
+    it, dense decoders of the kinds that are known here are counted by a formula, and all else is refused.
 
     Args:
         path: the file, or the folder that holds it.
 
     Raises:
-        ConfigError: no such file, not JSON, or an architecture whose sizes are not all there.
+        ConfigError: no such file, not JSON, or a model whose sizes are not known.
     """
     file = Path(path)
     if file.is_dir():
@@ -79,14 +84,19 @@ def from_hf_config(
         raise ConfigError(f'"{file}" is not a readable JSON file: {error}') from error
     if not isinstance(described, dict):
         raise ConfigError(f'"{file}" holds {type(described).__name__}, expected a JSON object')
-    sizes = list(decoder_parameters(decoder_in(described)))
+    source = f"{file.name} ({described.get('model_type', 'unnamed')})"
+    model = built(described)
+    if not isinstance(model, str):
+        found = from_module(model, world_size=world_size, accumulation_steps=accumulation_steps, dtype=dtype)
+        return replace(found, source=source)
+    sizes = list(decoder_parameters(decoder_in(described, why_not_built=model)))
     return _workload(
         sizes,
         sizes,
         dtype=dtype,
         world_size=world_size,
         accumulation_steps=accumulation_steps,
-        source=f"{file.name} ({described.get('model_type', 'unnamed')})",
+        source=f"{source}, by a formula",
     )
 
 

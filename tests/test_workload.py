@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +23,48 @@ PUBLISHED = {
     "llama2_7b": 6_738_415_616,
     "llama3_8b": 8_030_261_248,
     "mistral_7b": 7_241_732_096,
-    "mixtral_8x7b": 46_702_792_704,
-    "qwen1_5_moe_a2_7b": 14_315_784_192,
     "gpt2": 124_439_808,
     "gemma_2b": 2_506_172_416,
 }
-"""Parameters of the published weights, tied ones counted once."""
+"""Parameters of the published weights, tied ones counted once: what a formula counts too."""
+
+PUBLISHED_ONLY_BUILT = {
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen1_5_moe_a2_7b": 14_315_784_192,
+    "t5_small": 60_506_624,
+}
+"""The same of what only its own code knows."""
+
+RECENT = {
+    "glm4_5_air": 106e9,
+    "gpt_oss_20b": 20.9e9,
+    "deepseek_v3": 671e9,
+    "qwen3_next_80b": 80e9,
+    "jamba_mini": 52e9,
+    "llama4_maverick": 400e9,
+    "ernie4_5_21b_a3b": 21.8e9,
+    "bert_large": 335e6,
+}
+"""Parameters by the authors' own words, for configs in `data/hf_configs/recent.json`."""
+
+
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is not installed."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+
+@pytest.fixture
+def with_transformers() -> Any:
+    """Skips where it is not installed."""
+    return pytest.importorskip("transformers", reason="counts by the model's own code")
+
+
+def config_file(folder: Path, described: dict[str, Any]) -> Path:
+    """A config.json that holds this."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(described))
+    return file
 
 
 class Partitioned(torch.nn.Module):
@@ -98,27 +136,140 @@ def test_fewer_than_one_rank_or_step_is_refused(ranks: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_hf_config_gives_the_published_parameter_count(name: str) -> None:
+@pytest.mark.usefixtures("without_transformers")
+def test_a_formula_gives_the_published_parameter_count(name: str) -> None:
     """Exactly: every matrix, norm and bias of the architecture is there."""
     found = workload.from_hf_config(CONFIGS / f"{name}.json")
     assert found.parameter_elements == PUBLISHED[name]
     assert found.elements == found.parameter_elements
+    assert found.source.endswith(", by a formula")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_transformers")
+@pytest.mark.parametrize("name", PUBLISHED | PUBLISHED_ONLY_BUILT)
+def test_the_models_own_code_gives_the_published_parameter_count(name: str) -> None:
+    """Experts, encoders and towers among them, tied weights once."""
+    found = workload.from_hf_config(CONFIGS / f"{name}.json")
+    assert found.parameter_elements == (PUBLISHED | PUBLISHED_ONLY_BUILT)[name]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_transformers")
+@pytest.mark.parametrize("name", RECENT)
+def test_recent_models_are_counted_within_two_percent(tmp_path: Path, name: str) -> None:
+    """Of what their authors say; a formula had GLM-4.5-Air at 12 of its 106 billion."""
+    described = json.loads((CONFIGS / "recent.json").read_text())[name]
+    found = workload.from_hf_config(config_file(tmp_path, described))
+    assert found.parameter_elements == pytest.approx(RECENT[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", RECENT)
+@pytest.mark.usefixtures("without_transformers")
+def test_what_no_formula_counts_is_refused_without_transformers(tmp_path: Path, name: str) -> None:
+    """A wrong size would decide as firmly as a right one; the error says what to install."""
+    described = json.loads((CONFIGS / "recent.json").read_text())[name]
+    with pytest.raises(ConfigError, match=r"sizes are not known: transformers is not installed.*--params"):
+        workload.from_hf_config(config_file(tmp_path, described))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("n_routed_experts", 8),
+        ("moe_layers", [1]),
+        ("mamba_d_state", 16),
+        ("ssm_state_size", 16),
+        ("hybrid_override_pattern", "M*"),
+        ("kv_lora_rank", 512),
+        ("latent_size", 64),
+        ("vision_config", {"hidden_size": 64}),
+    ],
+)
+@pytest.mark.usefixtures("without_transformers")
+def test_a_key_that_is_not_understood_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
+    """Even in a config of a type that is known; where it is 0 or empty, it adds nothing."""
+    plain = json.loads((CONFIGS / "llama3_8b.json").read_text())
+    with pytest.raises(ConfigError, match=rf"no formula here counts \({key}\)"):
+        workload.from_hf_config(config_file(tmp_path, {**plain, key: value}))
+    without = workload.from_hf_config(config_file(tmp_path, {**plain, key: type(value)()}))
+    assert without.parameter_elements == PUBLISHED["llama3_8b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        {"model_type": "llama", "head_dim": 24, "tie_word_embeddings": True},
+        {"model_type": "mistral", "attention_bias": True},
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"model_type": "qwen3"},
+        {"model_type": "gemma"},
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4},
+    ],
+    ids=str,
+)
+def test_the_formula_counts_what_the_model_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_transformers: Any, changes: dict[str, Any]
+) -> None:
+    """Parameter by parameter, for every model type that it takes."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    file = config_file(tmp_path, {**sizes, "intermediate_size": 96, "vocab_size": 500, **changes})
+    if changes["model_type"] == "gpt2":
+        file = config_file(tmp_path, {**changes, "vocab_size": 500})
+    built = workload.from_hf_config(file)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert workload.from_hf_config(file).parameters == built.parameters
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_transformers")
+def test_no_code_and_no_weights_of_others_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config.json that names code in a repository is built from what is installed, with no network."""
+
+    def connect(*args: object) -> None:
+        raise AssertionError(f"the network was asked: {args}")
+
+    monkeypatch.setattr("socket.socket.connect", connect)
+    described = json.loads((CONFIGS / "llama3_8b.json").read_text())
+    remote = {"auto_map": {"AutoModelForCausalLM": "someone/model--modeling.Model"}, "_name_or_path": "a/b"}
+    found = workload.from_hf_config(config_file(tmp_path, {**described, **remote}))
+    assert found.parameter_elements == PUBLISHED["llama3_8b"]
+    unknown = {**described, **remote, "model_type": "never-seen"}
+    with pytest.raises(ConfigError, match='does not know the model type "never-seen"'):
+        workload.from_hf_config(config_file(tmp_path, unknown))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_transformers")
+def test_what_transformers_cannot_build_is_told(tmp_path: Path) -> None:
+    """Its own error is in ours; nothing else comes of it."""
+    with pytest.raises(ConfigError, match=r"(?s)transformers [\d.]+ cannot build it \(.*--params"):
+        workload.from_hf_config(config_file(tmp_path, {"model_type": "mixtral", "num_local_experts": "many"}))
 
 
 def test_hf_config_is_found_in_its_folder(tmp_path: Path) -> None:
     """A folder stands for the config.json in it."""
     (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
     found = workload.from_hf_config(tmp_path, world_size=8, dtype="float16")
-    assert found.source == "config.json (gpt2)"
-    assert found.partitions[0] == (50257 * 768 // 8, 1)
+    assert found.source.startswith("config.json (gpt2)")
+    assert found.partitions[0] == (-(-50257 * 768 // 8), 1)
+    assert found.dtype == "float16"
 
 
-def test_the_text_model_of_a_multimodal_config_counts(tmp_path: Path) -> None:
-    """text_config holds its sizes."""
-    text = json.loads((CONFIGS / "gemma_2b.json").read_text())
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "paligemma", "vision_config": {}, "text_config": text}))
-    assert workload.from_hf_config(file).parameter_elements == PUBLISHED["gemma_2b"]
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_transformers")
+def test_every_part_of_a_multimodal_model_counts(tmp_path: Path) -> None:
+    """The tower for pictures beside the text model."""
+    text = {"model_type": "gemma", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 72, "num_hidden_layers": 1}
+    described = {"model_type": "paligemma", "text_config": text, "vision_config": vision}
+    two = workload.from_hf_config(config_file(tmp_path, described)).parameter_elements
+    deeper = {**described, "vision_config": {**vision, "num_hidden_layers": 2}}
+    assert workload.from_hf_config(config_file(tmp_path, deeper)).parameter_elements > two
 
 
 @pytest.mark.parametrize(
@@ -126,12 +277,14 @@ def test_the_text_model_of_a_multimodal_config_counts(tmp_path: Path) -> None:
     [
         ("[1]", "holds list, expected a JSON object"),
         ("{", "is not a readable JSON file"),
-        ('{"hidden_size": 64, "vocab_size": 100}', "num_hidden_layers or n_layer .*give the model's size"),
-        ('{"hidden_size": true, "n_layer": 2, "n_head": 2, "vocab_size": 9}', "no positive .* hidden_size"),
-        ('{"kv_lora_rank": 512, "hidden_size": 64}', "latent attention.*--params"),
+        ('{"model_type": "gpt2", "n_embd": 64}', "num_hidden_layers or n_layer.*give the model's size"),
+        ('{"model_type": "gpt2", "n_embd": true, "n_layer": 2}', "no positive .* n_embd"),
+        ('{"n_embd": 64, "n_layer": 2}', "a model of no named type.*it names no model_type"),
+        ('{"kv_lora_rank": 512, "hidden_size": 64}', "kv_lora_rank.*--params"),
         ((CONFIGS / "t5_small.json").read_text(), "an encoder-decoder.*--params"),
     ],
 )
+@pytest.mark.usefixtures("without_transformers")
 def test_a_config_that_says_too_little_is_refused(tmp_path: Path, text: str, message: str) -> None:
     """The error names what is missing, and the way out."""
     file = tmp_path / "config.json"

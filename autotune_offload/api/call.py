@@ -37,12 +37,6 @@ def init_distributed(call: Mapping[str, Any]) -> None:
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), **given)
 
 
-def data_parallel_ranks(mpu: Any) -> int | None:
-    """How many ranks share a parameter, where a model-parallel unit says so."""
-    size = getattr(mpu, "get_data_parallel_world_size", None)
-    return None if size is None else int(size())
-
-
 # -- the call -------------------------------------------------------------------------------------
 
 
@@ -88,8 +82,8 @@ def _in_args(call: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in held.items() if value is not None}
 
 
-def hand_over(call: dict[str, Any], tuned: object) -> None:
-    """Put the tuned configuration where DeepSpeed reads it first, and take the others out.
+def emptied(call: dict[str, Any]) -> None:
+    """Take the configuration out of all places where it was given, so that ``call["config"]`` alone counts.
 
     What is given in two places stays there, for DeepSpeed to refuse.
     """
@@ -99,5 +93,4 @@ def hand_over(call: dict[str, Any], tuned: object) -> None:
         call["args"] = copy.copy(call["args"])
         for name in in_args:
             setattr(call["args"], name, None)
-    call["config"] = tuned
     call.pop("config_params", None)

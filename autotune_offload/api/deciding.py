@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from autotune_offload import records
@@ -26,7 +25,7 @@ from autotune_offload.api.profile import profile_for
 from autotune_offload.api.report import Report
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
-from autotune_offload.errors import AutotuneError, UndecidedError
+from autotune_offload.errors import UndecidedError
 from autotune_offload.machine import host
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.ranks import group as ranks_group
@@ -56,13 +55,12 @@ class Decided(Record, frozen=True, kw_only=True):
 def decided_or_not(given: object, asked: Asked) -> Decided:
     """Decide; whatever fails in that leaves the user's configuration as it is, on all ranks."""
     autotune = asked.autotune
-    if autotune is False or os.environ.get(SWITCH) == "0":
-        _decline_unasked(given, asked)
-        return Decided(config=None, report=Report(profile=None, notices=(SWITCHED_OFF,)))
-    strict = isinstance(autotune, Mapping) and bool(autotune.get("strict"))
+    if switched_off(autotune):
+        return untuned_by_switch(attaches=asked.attaches)
+    strict = told_to_raise(autotune)
     agreement: Agreement | None = None
     try:
-        agreement = _agreement(given, asked)
+        agreement = _agreement(asked, _wait_seconds(given, asked))
         config = reading.read(given)
         block = config.get(config_block.BLOCK)
         strict = strict or (isinstance(block, Mapping) and block.get("strict") is True)
@@ -74,9 +72,47 @@ def decided_or_not(given: object, asked: Asked) -> Decided:
             agreement.decline(f"rank {agreement.group.rank}: {cause(error)}")
         if strict:
             raise
-        notice = f"not tuned, the run goes on with your own configuration: {cause(error)}; {DOCTOR}"
-        warn(notice, error)
-        return Decided(config=None, report=Report(profile=None, notices=(notice,)))
+        return _survived(error)
+
+
+def switched_off(autotune: Mapping[str, Any] | bool | None) -> bool:
+    """Whether nothing of ours is to run, the arguments of the call not even looked at."""
+    return autotune is False or os.environ.get(SWITCH) == "0"
+
+
+def untuned_by_switch(*, attaches: bool) -> Decided:
+    """What a call gets that is switched off. The other ranks hear of it at once, where there is a group already."""
+    with contextlib.suppress(Exception):
+        agreement = _agreement(Asked(attaches=attaches), WAIT_SECONDS)
+        if agreement is not None:
+            agreement.decline(f"rank {agreement.group.rank}: {SWITCHED_OFF}")
+    return Decided(config=None, report=Report(profile=None, notices=(SWITCHED_OFF,)))
+
+
+def undecided(error: Exception, autotune: Mapping[str, Any] | bool | None) -> Decided:
+    """What a call gets that could not even be looked at; the other ranks hear of it.
+
+    Raises:
+        Exception: `error` itself, where the call says ``strict``.
+    """
+    with contextlib.suppress(Exception):
+        agreement = _agreement(Asked(attaches=True), WAIT_SECONDS)
+        if agreement is not None:
+            agreement.decline(f"rank {agreement.group.rank}: {cause(error)}")
+    if told_to_raise(autotune):
+        raise error
+    return _survived(error)
+
+
+def _survived(error: Exception) -> Decided:
+    notice = f"not tuned, the run goes on with your own configuration: {cause(error)}; {DOCTOR}"
+    warn(notice, error)
+    return Decided(config=None, report=Report(profile=None, notices=(notice,)))
+
+
+def told_to_raise(autotune: Mapping[str, Any] | bool | None) -> bool:
+    """Whether the call itself says ``strict``; the block of a configuration may say so too."""
+    return isinstance(autotune, Mapping) and bool(autotune.get("strict"))
 
 
 def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -> Decided:
@@ -136,7 +172,7 @@ def _why_not(config: Mapping[str, Any], settings: records.Settings) -> str | Non
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def _agreement(given: object, asked: Asked) -> Agreement | None:
+def _agreement(asked: Asked, wait_seconds: float) -> Agreement | None:
     """Begun where this job has several ranks and a process group; None where one rank decides alone.
 
     Raises:
@@ -149,15 +185,7 @@ def _agreement(given: object, asked: Asked) -> Agreement | None:
     group = ranks_group.present_group()
     if group is None:
         return None
-    return Agreement(group, "initialize" if asked.attaches else "tune_config", _wait_seconds(given, asked))
-
-
-def _decline_unasked(given: object, asked: Asked) -> None:
-    """Let the others know at once, where that takes no more than what is there already."""
-    with contextlib.suppress(AutotuneError):
-        agreement = _agreement(given, replace(asked, group_is_made_by=None))
-        if agreement is not None:
-            agreement.decline(f"rank {agreement.group.rank}: {SWITCHED_OFF}")
+    return Agreement(group, "initialize" if asked.attaches else "tune_config", wait_seconds)
 
 
 def _wait_seconds(given: object, asked: Asked) -> float:

@@ -11,8 +11,8 @@ from typing import Any
 from autotune_offload import upstream
 from autotune_offload import workload as workloads
 from autotune_offload.api.report import shown
+from autotune_offload.config import batches, sections
 from autotune_offload.config import block as config_block
-from autotune_offload.config import sections
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.ranks import group as ranks_group
 from autotune_offload.records import Choice, Record, Workload
@@ -29,8 +29,10 @@ class Asked(Record, frozen=True, kw_only=True):
     """Off where the same will be said at another call."""
     group_is_made_by: Callable[[], object] | None = None
     """Makes the process group where there is none yet; None leaves that to others, later."""
-    data_parallel_ranks: int | None = None
-    """That share a parameter, where these are not all."""
+    mpu: Any = None
+    """The caller's model-parallel unit. Asked only within the guard, and only where there are several ranks."""
+    mesh: Any = None
+    """`mesh_param` of the call: ranks of data, and of sequence parallelism."""
 
 
 def workload_of(config: Mapping[str, Any], asked: Asked) -> Workload | None:
@@ -39,8 +41,8 @@ def workload_of(config: Mapping[str, Any], asked: Asked) -> Workload | None:
         return asked.workload
     return workloads.from_module(
         asked.model,
-        world_size=asked.data_parallel_ranks or ranks_group.announced_ranks(),
-        accumulation_steps=_accumulation(config),
+        world_size=_partition_ranks(asked),
+        accumulation_steps=batches.accumulation_steps(config, _batch_ranks(config, asked)),
         dtype=_dtype(config),
     )
 
@@ -65,16 +67,37 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     for section, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
         enabled = config.get(section, {})
         if isinstance(enabled, Mapping):
-            if enabled.get("enabled") is True:
-                return dtype
             if enabled.get("enabled") == "auto":
                 return None
+            if sections.as_flag(enabled.get("enabled")) is True:
+                return dtype
     return "float32"
 
 
-def _accumulation(config: Mapping[str, Any]) -> int:
-    steps = config.get("gradient_accumulation_steps", 1)
-    return steps if isinstance(steps, int) and steps > 0 else 1
+def _partition_ranks(asked: Asked) -> int:
+    """How many ranks share a parameter: a model-parallel unit may say that these are not all."""
+    ranks = ranks_group.announced_ranks()
+    size = getattr(asked.mpu, "get_data_parallel_world_size", None) if ranks > 1 else None
+    return ranks if size is None else int(size())
+
+
+def _batch_ranks(config: Mapping[str, Any], asked: Asked) -> int:
+    """How many ranks share a batch, by the rule of `deepspeed.runtime.config.DeepSpeedConfig`.
+
+    Ranks of one sequence share its parameters' partitions and not the batch.
+    """
+    ranks = ranks_group.announced_ranks()
+    if ranks == 1:
+        return 1
+    if asked.mpu is not None:
+        if hasattr(asked.mpu, "get_data_parallel_world_size"):
+            return _partition_ranks(asked)
+        return ranks // int(asked.mpu.get_sequence_parallel_world_size())
+    if asked.mesh:
+        return int(asked.mesh[0])
+    if "sequence_parallel_size" in config:
+        return ranks // int(config["sequence_parallel_size"])
+    return ranks
 
 
 def filled_by_trainer(config: Mapping[str, Any]) -> frozenset[str]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune_offload.api.call import (
-    configuration,
-    data_parallel_ranks,
-    hand_over,
-    init_distributed,
-    named,
-    working,
+from autotune_offload.api.call import configuration, emptied, init_distributed, named, working
+from autotune_offload.api.deciding import (
+    Decided,
+    decided_or_not,
+    switched_off,
+    undecided,
+    untuned_by_switch,
 )
-from autotune_offload.api.deciding import Decided, decided_or_not
 from autotune_offload.api.given import Asked
 from autotune_offload.api.notices import DOCTOR, cause, log, warn
 from autotune_offload.api.report import Report, reports
@@ -26,7 +26,7 @@ from autotune_offload.engine.attach import attach
 from autotune_offload.engine.attachment import Status
 from autotune_offload.errors import ProfileError
 from autotune_offload.profiles.store import Store
-from autotune_offload.records import Profile, Workload
+from autotune_offload.records import Profile, Record, Workload
 
 
 def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **kwargs: Any) -> Any:
@@ -47,30 +47,78 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
     """
     import deepspeed
 
-    rest, call = named(inspect.signature(deepspeed.initialize), args, kwargs)
-    given = configuration(call)
-    if given is None:
-        with working():
-            return deepspeed.initialize(*args, **kwargs)
-    asked = Asked(
-        model=call.get("model"),
-        autotune=autotune,
-        attaches=True,
-        group_is_made_by=lambda: init_distributed(call),
-        data_parallel_ranks=data_parallel_ranks(call.get("mpu")),
-    )
-    decided = decided_or_not(given, asked)
-    config = reading.accepted(given) if decided.config is None else decided.config
+    call = _taken(deepspeed.initialize, args, kwargs, autotune)
     with working():
-        if config is given:
-            result = deepspeed.initialize(*args, **kwargs)
-        else:
-            hand_over(call, config)
-            result = deepspeed.initialize(*rest, **call)
-    carried = _carried_out(result[0], decided)
-    with contextlib.suppress(TypeError):  # an engine that takes no weak reference has no report
+        result = deepspeed.initialize(*call.args, **call.kwargs)
+    with contextlib.suppress(Exception):  # an engine that takes no weak reference has no report
+        reports[result[0]] = call.decided.report
+    carried = _carried_out(result[0], call.decided)
+    with contextlib.suppress(Exception):
         reports[result[0]] = carried
     return result
+
+
+class _Call(Record, frozen=True, kw_only=True):
+    """What DeepSpeed is called with, and the decision behind it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    decided: Decided
+
+
+def _taken(
+    stock: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autotune: Mapping[str, Any] | bool | None,
+) -> _Call:
+    """The call with the configuration decided; as it came where it is switched off, or anything fails here.
+
+    Everything that looks at a caller's object is in here, and what is needed to hand a tuned configuration over
+    is done before it is decided: once the ranks have agreed on one, all of them have to use it.
+    """
+    if switched_off(autotune):
+        rest, call = _in_deepspeeds_form(stock, args, kwargs)
+        return _Call(args=rest, kwargs=call, decided=untuned_by_switch(attaches=True))
+    try:
+        rest, call = named(inspect.signature(stock), args, kwargs)
+        given = configuration(call)
+        if given is None:
+            return _Call(args=args, kwargs=kwargs, decided=Decided(config=None, report=Report(profile=None)))
+        untuned, tuned = reading.accepted(given), dict(call)
+        emptied(tuned)
+        asked = Asked(
+            model=call.get("model"),
+            autotune=autotune,
+            attaches=True,
+            group_is_made_by=lambda: init_distributed(call),
+            mpu=call.get("mpu"),
+            mesh=call.get("mesh_param"),
+        )
+    except Exception as error:
+        return _Call(args=args, kwargs=kwargs, decided=undecided(error, autotune))
+    decided = decided_or_not(given, asked)
+    config = untuned if decided.config is None else decided.config
+    if config is given:
+        return _Call(args=args, kwargs=kwargs, decided=decided)
+    return _Call(args=rest, kwargs={**tuned, "config": config}, decided=decided)
+
+
+def _in_deepspeeds_form(
+    stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call as it came, but for a configuration in a form that only this package reads.
+
+    Told by its type alone: of an object of any other no attribute is asked.
+    """
+    with contextlib.suppress(Exception):
+        rest, call = named(inspect.signature(stock), args, kwargs)
+        given = call.get("config")
+        if issubclass(type(given), (str, os.PathLike, Mapping)):
+            config = reading.accepted(given)
+            if config is not given:
+                return rest, {**call, "config": config}
+    return args, kwargs
 
 
 def tune_config(
@@ -163,13 +211,22 @@ def tuned_zero_init(
     kwargs: dict[str, Any],
     autotune: Mapping[str, Any] | bool | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a `zero.Init` as in `named`, its configuration tuned where it has one that acts."""
-    rest, call = named(signature, args, kwargs)
-    given = call.get("config") if call.get("config") is not None else call.get("config_dict_or_path")
-    if given is None or not call.get("enabled", True):
-        return rest, call
-    asked = Asked(model=call.get("module"), autotune=autotune, attaches=True, says=False)
+    """The arguments of a `zero.Init`, its configuration tuned where it has one that acts; else as they came."""
+    if switched_off(autotune):
+        return args, kwargs
+    try:
+        rest, call = named(signature, args, kwargs)
+        given = call.get("config") if call.get("config") is not None else call.get("config_dict_or_path")
+        if given is None or not call.get("enabled", True):
+            return args, kwargs
+        untuned = reading.accepted(given)
+        asked = Asked(model=call.get("module"), autotune=autotune, attaches=True, says=False)
+    except Exception as error:
+        undecided(error, autotune)
+        return args, kwargs
     decided = decided_or_not(given, asked)
+    if decided.config is None and untuned is given:
+        return args, kwargs
     call.pop("config", None)
-    call["config_dict_or_path"] = reading.accepted(given) if decided.config is None else decided.config
+    call["config_dict_or_path"] = untuned if decided.config is None else decided.config
     return rest, call

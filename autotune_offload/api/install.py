@@ -6,6 +6,7 @@ Both decide as `api.initialize` and `api.zero_init` do, and from the same stored
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -81,7 +82,8 @@ def _initialize_around(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not _installed.active or api_call.at_work():
             return stock(*args, **kwargs)
         result = api_initialize.initialize(*args, autotune=_installed.autotune, **kwargs)
-        _log.info("%s", report.report(result[0]).text())
+        with contextlib.suppress(Exception):  # whatever a report stumbles over, the engine is the user's
+            _log.info("%s", report.report(result[0]).text())
         return result
 
     return initialize

@@ -21,6 +21,7 @@ import torch
 from autotune_offload.api import initialize as api_initialize
 from autotune_offload.api import profile as api_profile
 from autotune_offload.api import report as api_report
+from autotune_offload.api.given import Asked, workload_of
 from autotune_offload.engine.attachment import Status
 from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
 from autotune_offload.machine.accelerator import AcceleratorDevice
@@ -74,6 +75,39 @@ class Probes(list[dict[str, Any]]):
         present = lookup.present_fingerprint(device, workload, kwargs["settings"])
         # with no copy to be timed again: these are another machine's
         return make_profile(fingerprint=present, workload=workload, choice=self.choice, transfers=())
+
+
+class DataParallel:
+    """A model-parallel unit: so many ranks share a parameter."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many."""
+        return self.ranks
+
+
+class SequenceParallel:
+    """One that knows of sequences alone: so many ranks share one."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """How many."""
+        return self.ranks
+
+
+def untouchable(touched: list[str]) -> Any:
+    """An object whose every attribute raises; which were asked for is written down."""
+
+    class Untouchable:
+        def __getattribute__(self, name: str) -> Any:
+            touched.append(name)
+            raise RuntimeError(f"{name} was touched")
+
+    return Untouchable()
 
 
 @pytest.fixture
@@ -172,6 +206,84 @@ def test_the_models_own_partitions_are_measured(calls: Calls, probes: Probes) ->
     workload = probes[0]["workload"]
     assert workload.partitions == ((64, 1), (8, 1))
     assert (workload.dtype, workload.accumulation_steps) == ("bfloat16", 4)
+
+
+def test_accumulation_that_deepspeed_derives_is_measured(calls: Calls, probes: Probes) -> None:
+    """From batch and micro-batch, where the steps themselves are not written."""
+    batch = {"train_batch_size": 64.0, "train_micro_batch_size_per_gpu": 4}
+    api_initialize.initialize(model=MODEL, config={**CONFIG, **batch})
+    assert probes[0]["workload"].accumulation_steps == 16
+
+
+@pytest.mark.parametrize(
+    ("given", "partition_ranks", "steps"),
+    [
+        ({}, 8, 2),
+        ({"mpu": DataParallel(4)}, 4, 4),
+        ({"mpu": SequenceParallel(2)}, 8, 4),
+        ({"mesh": (2, 4)}, 8, 8),
+        ({"config": {"sequence_parallel_size": 4}}, 8, 8),
+    ],
+)
+def test_ranks_of_a_batch_and_of_a_parameter_are_deepspeeds(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], partition_ranks: int, steps: int
+) -> None:
+    """Ranks of one sequence share a parameter and not a batch; those of a model share neither."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, **given.pop("config", {})}
+    found = workload_of(config, Asked(model=MODEL, **given))
+    assert found is not None
+    assert (found.world_size, found.accumulation_steps) == (partition_ranks, steps)
+
+
+@pytest.mark.parametrize(
+    "name", ["args", "model", "mpu", "config", "optimizer", "mesh_param", "config_params"]
+)
+@pytest.mark.parametrize("off", [True, False])
+def test_an_argument_that_cannot_be_touched_reaches_deepspeed(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, off: bool
+) -> None:
+    """Whose every attribute raises: the very object arrives, and only DeepSpeed may look at it.
+
+    Switched off, nothing of ours looks at all; else a look costs one warning at most.
+    """
+    touched: list[str] = []
+    given = untouchable(touched)
+    monkeypatch.setenv("AUTOTUNE_OFFLOAD", "0" if off else "1")
+    config = {} if name == "config_params" else {"config": copy.deepcopy(CONFIG)}
+    api_initialize.initialize(**{"model": MODEL, **config, name: given})
+    assert calls[0][name] is given
+    assert not (off and touched)
+    assert len(warnings(caplog)) <= (0 if off else 1)
+
+
+@pytest.mark.parametrize("name", ["module", "config_dict_or_path", "config", "mpu", "remote_device"])
+@pytest.mark.parametrize("off", [True, False])
+def test_zero_init_gets_an_untouchable_argument_too(
+    monkeypatch: pytest.MonkeyPatch, name: str, off: bool
+) -> None:
+    """The same for the parameters' own context."""
+    touched: list[str] = []
+    given = untouchable(touched)
+    monkeypatch.setenv("AUTOTUNE_OFFLOAD", "0" if off else "1")
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(deepspeed.zero, "Init", lambda *args, **kwargs: got.update(kwargs))
+    api_initialize.zero_init(**{name: given})
+    assert got[name] is given
+    assert not (off and touched)
+
+
+def test_a_unit_that_needs_a_process_group_is_not_asked_on_one_rank(calls: Calls, probes: Probes) -> None:
+    """As Megatron's: its groups exist once `deepspeed.initialize` has made the process group."""
+    api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG), mpu=untouchable([]))
+    assert probes[0]["workload"].world_size == 1 and is_tuned(calls[0]["config"])
+
+
+def test_strict_raises_what_an_argument_raises(calls: Calls) -> None:
+    """Before anything is decided, too."""
+    with pytest.raises(RuntimeError, match="was touched"):
+        api_initialize.initialize(untouchable([]), MODEL, autotune={"strict": True})
+    assert not calls
 
 
 def test_without_a_configuration_deepspeed_says_what_is_wrong(calls: Calls, probes: Probes) -> None:
