@@ -83,8 +83,7 @@ def decided_or_not(given: object, asked: Asked) -> Decided:
     try:
         agreement = _agreement(given, asked)
         config = reading.read(given)
-        block = config.get(config_block.BLOCK)
-        strict = strict or (isinstance(block, Mapping) and block.get("strict") is True)
+        strict = strict or sections.section(config, config_block.BLOCK).get("strict") is True
         return decided(config, asked, agreement)
     except UndecidedError:
         raise
@@ -313,13 +312,12 @@ def _with_overrides(config: Mapping[str, Any], autotune: Mapping[str, Any] | boo
 
 def _dtype(config: Mapping[str, Any]) -> str | None:
     """The gradients' dtype by the configuration; None leaves it to the module's own parameters."""
-    for section, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        enabled = config.get(section, {})
-        if isinstance(enabled, Mapping):
-            if enabled.get("enabled") is True:
-                return dtype
-            if enabled.get("enabled") == "auto":
-                return None
+    for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        enabled = sections.section(config, name).get("enabled")
+        if enabled is True:
+            return dtype
+        if enabled == "auto":
+            return None
     return "float32"
 
 
@@ -372,9 +370,7 @@ def filled_by_trainer(config: Mapping[str, Any]) -> frozenset[str]:
     """
     integration = sys.modules.get("transformers.integrations.deepspeed")
     held: Mapping[str, Any] | None = getattr(integration, "deepspeed_config", dict)()
-    written, filled = (held or {}).get(upstream.ZERO), config.get(upstream.ZERO)
-    if not isinstance(written, Mapping) or not isinstance(filled, Mapping):
-        return frozenset()
+    written, filled = sections.section(held, upstream.ZERO), sections.section(config, upstream.ZERO)
     autos = {name for name, value in written.items() if value == "auto"}
     same = all(filled.get(name) == value for name, value in written.items() if name not in autos)
     return frozenset(autos) if same else frozenset()
