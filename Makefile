@@ -43,9 +43,10 @@ test: lint  ## lint, type check and the tests
 	@$(CLEAR_LOCKS)
 	$(BIN)/python -m pytest -q -m 'not matrix and not long'
 
-test-long: $(STAMP)  ## the tests that take long: launchers, eight ranks, whole scripts, the code of the docs
+test-long: $(STAMP)  ## the tests that take long: launchers, eight ranks, whole scripts, properties on drawn examples
 	@$(CLEAR_LOCKS)
-	$(BIN)/python -m pytest -q -m 'long and not matrix'
+	$(BIN)/python -m pytest -q -m 'long and not matrix and not hypothesis'
+	AUTOTUNE_OFFLOAD_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q -m 'hypothesis and not matrix'
 
 matrix: $(STAMP)  ## train on ten versions of DeepSpeed, with and without the path: about 20 minutes
 	@$(CLEAR_LOCKS)

@@ -1,22 +1,79 @@
-"""What every test runs under: kept builds, an own profile cache, the CPU where nothing better is there."""
+"""What every test runs under: kept builds, an own profile cache, the CPU where nothing better is there.
+
+Whatever the run was started with, tests and the processes that they start see the same: Ctrl-C at its default, the
+usual umask, none of the variables below.
+
+Variables for a run of the tests, none of which the package reads:
+    AUTOTUNE_OFFLOAD_TEST_CACHE     a last-level cache of this size in this process, such as 480MiB
+    AUTOTUNE_OFFLOAD_TEST_EXAMPLES  how many examples a property draws, at random; unset, it takes the same few
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from autotune_offload.config import block
+from autotune_offload.machine import host
+from autotune_offload.machine.procfs import ROOT
 from tests import op_builds
+
+FEW_EXAMPLES = 60
+
+_TAKEN_OUT = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("AUTOTUNE_OFFLOAD", "DS_PIN_MEMORY_BACKEND", "DS_PIN_MEMORY_REGISTER_DEVICE"),
+    *("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "MKL_NUM_THREADS"),
+    *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"),
+    *("PYTHONWARNINGS", "PYTHONOPTIMIZE", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"),
+)
+"""What a shell or a launcher may have set, and what tests look at."""
 
 
 def pytest_configure() -> None:
     """Sets the environment before any test module can import DeepSpeed."""
+    for name in _TAKEN_OUT:
+        os.environ.pop(name, None)
     os.environ.update(op_builds.environment())
     op_builds.remove_stale_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
     if "DS_ACCELERATOR" not in os.environ and not _accelerator_present():
         os.environ["DS_ACCELERATOR"] = "cpu"
+    os.umask(0o022)
+    # `nohup`, and `&` in a script, start a run that ignores them, and every child would too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    _choose_examples(os.environ.get("AUTOTUNE_OFFLOAD_TEST_EXAMPLES"))
+    _fake_cache(os.environ.get("AUTOTUNE_OFFLOAD_TEST_CACHE"))
+
+
+def _choose_examples(count: str | None) -> None:
+    """The same few in every run, or so many that are drawn; a failure then prints what draws it again."""
+    few = settings(derandomize=True, database=None, deadline=None, max_examples=FEW_EXAMPLES)
+    settings.register_profile("few", few)
+    if count is None:
+        settings.load_profile("few")
+        return
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    settings.register_profile(
+        "drawn", few, derandomize=False, max_examples=int(count), print_blob=True, suppress_health_check=slow
+    )
+    settings.load_profile("drawn")
+
+
+def _fake_cache(size: str | None) -> None:
+    """Puts a cache of this size in the place of this machine's own; made-up hosts keep theirs."""
+    if size is None:
+        return
+    faked, read = (
+        block.settings({block.BLOCK: {"buffer_bytes": size}}).buffer_bytes,
+        host._last_level_cache_bytes,
+    )
+    host._last_level_cache_bytes = lambda root, cpus: int(faked) if root == ROOT else read(root, cpus)
 
 
 def _accelerator_present() -> bool:

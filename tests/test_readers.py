@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_offload import places, records
@@ -30,7 +30,6 @@ from tests import DATA
 from tests.factories import make_profile
 
 CONFIGS = sorted((DATA / "configs").glob("*.json"))
-fuzzing = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def stored_text() -> str:
@@ -101,7 +100,6 @@ def read_within_a_second(read: Callable[[], Any], error: type[AutotuneError]) ->
 
 
 @given(content=contents(PROFILE))
-@fuzzing
 def test_any_bytes_are_a_profile_or_a_profile_error(content: bytes) -> None:
     """`load` refuses, a lookup misses, the list of entries and pruning go on."""
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +114,6 @@ def test_any_bytes_are_a_profile_or_a_profile_error(content: bytes) -> None:
 
 
 @given(content=contents(MACHINE))
-@fuzzing
 def test_any_bytes_are_a_machine_or_a_config_error(content: bytes) -> None:
     """Numbers, dates and keys of any type included."""
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +128,6 @@ def settings_in(source: object) -> records.Settings:
 
 
 @given(content=contents(CONFIG))
-@fuzzing
 def test_any_bytes_are_a_configuration_or_a_config_error(content: bytes) -> None:
     """As a file, as text, in base64; and our block in what was read is checked."""
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +147,6 @@ keys = st.sampled_from([*config_block._CHECKS, "bufer_bytes", ""])
 
 
 @given(block=st.dictionaries(keys, values) | values)
-@fuzzing
 def test_any_block_of_ours_is_settings_or_a_config_error(block: Any) -> None:
     """Whatever the values are."""
     read_within_a_second(lambda: config_block.settings({config_block.BLOCK: block}), ConfigError)

@@ -62,8 +62,7 @@ def decided_or_not(given: object, asked: Asked) -> Decided:
     try:
         agreement = _agreement(asked, _wait_seconds(given, asked))
         config = reading.read(given)
-        block = config.get(config_block.BLOCK)
-        strict = strict or (isinstance(block, Mapping) and block.get("strict") is True)
+        strict = strict or sections.section(config, config_block.BLOCK).get("strict") is True
         return decided(config, asked, agreement)
     except UndecidedError:
         raise

@@ -64,13 +64,12 @@ def with_overrides(config: Mapping[str, Any], autotune: Mapping[str, Any] | bool
 
 def _dtype(config: Mapping[str, Any]) -> str | None:
     """The gradients' dtype by the configuration; None leaves it to the module's own parameters."""
-    for section, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        enabled = config.get(section, {})
-        if isinstance(enabled, Mapping):
-            if enabled.get("enabled") == "auto":
-                return None
-            if sections.as_flag(enabled.get("enabled")) is True:
-                return dtype
+    for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        enabled = sections.section(config, name).get("enabled")
+        if enabled == "auto":
+            return None
+        if sections.as_flag(enabled) is True:
+            return dtype
     return "float32"
 
 
@@ -108,9 +107,7 @@ def filled_by_trainer(config: Mapping[str, Any]) -> frozenset[str]:
     """
     integration = sys.modules.get("transformers.integrations.deepspeed")
     held: Mapping[str, Any] | None = getattr(integration, "deepspeed_config", dict)()
-    written, filled = (held or {}).get(upstream.ZERO), config.get(upstream.ZERO)
-    if not isinstance(written, Mapping) or not isinstance(filled, Mapping):
-        return frozenset()
+    written, filled = sections.section(held, upstream.ZERO), sections.section(config, upstream.ZERO)
     autos = {name for name, value in written.items() if value == "auto"}
     same = all(filled.get(name) == value for name, value in written.items() if name not in autos)
     return frozenset(autos) if same else frozenset()

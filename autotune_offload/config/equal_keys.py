@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from autotune_offload.config.reading import plain
+from autotune_offload.config.sections import section
 from autotune_offload.upstream import ZERO
 
 SIZES: dict[str, tuple[str, ...]] = {
@@ -37,9 +39,7 @@ _DIGEST_DIGITS = 8
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that `config` sets, by their one name. "auto" is DeepSpeed's own, as where a key is absent."""
-    zero = config.get(ZERO)
-    if not isinstance(zero, Mapping):
-        return {}
+    zero = section(config, ZERO)
     found = {}
     for name, spellings in SIZES.items():
         given = [zero[spelling] for spelling in spellings if zero.get(spelling, "auto") != "auto"]
@@ -51,7 +51,9 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_sizes(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `config` whose sizes are those of another rank, as `sizes` gives them."""
     changed: dict[str, Any] = plain(config)
-    zero = changed[ZERO]
+    zero = changed.get(ZERO)
+    if not isinstance(zero, dict):
+        return changed
     for spelling in _SPELLINGS & set(zero):
         if zero[spelling] != "auto":
             del zero[spelling]
@@ -85,7 +87,8 @@ def _number(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and value.strip().isdecimal():
-        return int(value)
+        with suppress(ValueError):  # Python reads no more than some thousand digits
+            return int(value)
     return value
 
 

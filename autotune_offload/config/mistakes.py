@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune_offload.config.block import BLOCK
 from autotune_offload.config.keys import KEYS
-from autotune_offload.config.sections import as_flag, as_number, covers, relative, shown
+from autotune_offload.config.sections import as_flag, as_number, covers, relative, section, shown
 from autotune_offload.records import Record
 from autotune_offload.upstream import KNOWN, KNOWN_IN_SECTIONS, LEGACY, NEWEST, OLDEST, SECTION_STAGES, ZERO
 
@@ -69,9 +69,9 @@ def _doubled(zero: Mapping[str, Any]) -> Iterator[Mistake]:
         given = [name for name in key.spellings if zero.get(name, "auto") != "auto" and not key.nested]
         if len(given) > 1:
             yield both(*given, fix="keep one of them")
-    for flag, section in LEGACY.items():
-        if zero.get(flag, "auto") != "auto" and zero.get(section, "auto") != "auto":
-            yield both(flag, section, fix=f"drop {flag}")
+    for flag, name in LEGACY.items():
+        if zero.get(flag, "auto") != "auto" and zero.get(name, "auto") != "auto":
+            yield both(flag, name, fix=f"drop {flag}")
 
 
 def near_section(config: Mapping[str, Any]) -> str | None:
@@ -91,8 +91,9 @@ def misplaced(config: Mapping[str, Any]) -> Iterator[Mistake]:
 
 def refused(zero: Mapping[str, Any]) -> Iterator[Mistake]:
     """One for each value that DeepSpeed's parser will not take."""
-    for prefix, block in (("", zero), *((f"{section}.", zero.get(section)) for section in SECTION_STAGES)):
-        for name, value in block.items() if isinstance(block, Mapping) else ():
+    blocks = {"": zero, **{f"{name}.": section(zero, name) for name in SECTION_STAGES}}
+    for prefix, block in blocks.items():
+        for name, value in block.items():
             wanted = None if name in _NOT_WHOLE else _wanted(f"{prefix}{name}", value)
             if wanted:
                 found = f"{ZERO}.{prefix}{name} is {shown(value)}, which DeepSpeed refuses"
@@ -119,9 +120,9 @@ def _wanted(dotted: str, value: object) -> str | None:
 def unknown(zero: Mapping[str, Any]) -> Iterator[Mistake]:
     """Keys that DeepSpeed refuses, and offload sections and devices that it would not know."""
     yield from _unknown_names(ZERO, zero, KNOWN)
-    for section, known in KNOWN_IN_SECTIONS.items():
-        block = zero.get(section)
-        where = f"{ZERO}.{section}"
+    for name, known in KNOWN_IN_SECTIONS.items():
+        block = zero.get(name)
+        where = f"{ZERO}.{name}"
         if isinstance(block, Mapping):
             yield from _unknown_names(where, block, known)
             if block.get("device", "cpu") not in ("none", "cpu", "nvme", "auto"):
@@ -146,7 +147,7 @@ def _home_of(name: str, known: Collection[str]) -> str:
     if name == BLOCK:
         return "move it to the top level"
     near = difflib.get_close_matches(name, known, n=1)
-    homes = [f'"{section}"' for section, keys in KNOWN_IN_SECTIONS.items() if name in keys]
+    homes = [f'"{home}"' for home, keys in KNOWN_IN_SECTIONS.items() if name in keys]
     homes += [f'"{ZERO}"'] * (name in KNOWN)
     if homes:
         return f"take it out; it belongs in {' and '.join(homes)}"

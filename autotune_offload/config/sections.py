@@ -11,34 +11,34 @@ from autotune_offload.records import Change
 from autotune_offload.upstream import LEGACY, SECTION_STAGES, ZERO, Section, pins_by_default
 
 
+def section(config: object, *names: str) -> Mapping[str, Any]:
+    """The section under these names, one within the other; empty where there is none, or no mapping."""
+    for name in names:
+        config = config.get(name) if isinstance(config, Mapping) else None
+    return config if isinstance(config, Mapping) else {}
+
+
 def offloads(config: Mapping[str, Any]) -> bool:
     """Whether anything is offloaded where `tune` can act: without that, there is nothing to measure."""
-    zero = config.get(ZERO)
-    if not isinstance(zero, Mapping):
-        return False
-    switched = (section for flag, section in LEGACY.items() if as_flag(zero.get(flag)) is True)
-    return any(device_of(zero, section) for section in SECTION_STAGES) or any(
-        stage_of(zero) in SECTION_STAGES[section] for section in switched
+    zero = section(config, ZERO)
+    switched = (name for flag, name in LEGACY.items() if as_flag(zero.get(flag)) is True)
+    return any(device_of(zero, name) for name in SECTION_STAGES) or any(
+        stage_of(zero) in SECTION_STAGES[name] for name in switched
     )
 
 
 def offloads_parameters(config: Mapping[str, Any]) -> bool:
     """Whether stage 3 keeps its parameter partitions in host memory."""
-    zero = config.get(ZERO)
-    if not isinstance(zero, Mapping):
-        return False
+    zero = section(config, ZERO)
     switched = stage_of(zero) == 3 and as_flag(zero.get("cpu_offload_param")) is True
     return switched or device_of(zero, "offload_param") == "cpu"
 
 
 def takes_a_path(config: Mapping[str, Any]) -> bool:
     """Whether gradients leave by a path that can be attached: stage 3 with the optimizer on the CPU."""
-    zero = config.get(ZERO)
-    if not isinstance(zero, Mapping) or stage_of(zero) != 3:
-        return False
-    block = zero.get("offload_optimizer")
-    on_cpu = isinstance(block, Mapping) and block.get("device") == "cpu"
-    return on_cpu or as_flag(zero.get("cpu_offload")) is True
+    zero = section(config, ZERO)
+    on_cpu = section(zero, "offload_optimizer").get("device") == "cpu"
+    return stage_of(zero) == 3 and (on_cpu or as_flag(zero.get("cpu_offload")) is True)
 
 
 def nested(changes: Iterable[Change]) -> dict[str, Any]:
@@ -60,17 +60,14 @@ def page_locks(config: Mapping[str, Any], version: str) -> dict[Section, bool]:
     Raises:
         ConfigError: if `version` is not a version.
     """
-    zero = config.get(ZERO)
-    if not isinstance(zero, Mapping):
-        return {}
-    default, locks = pins_by_default(version), dict[Section, bool]()
-    for section in SECTION_STAGES:
-        if device_of(zero, section) == "cpu":
-            given = as_flag(zero[section].get("pin_memory"))
-            locks[section] = default if given is None else given
-    for flag, section in LEGACY.items():
-        if as_flag(zero.get(flag)) is True and stage_of(zero) in SECTION_STAGES[section]:
-            locks.setdefault(section, default)
+    zero, default, locks = section(config, ZERO), pins_by_default(version), dict[Section, bool]()
+    for name in SECTION_STAGES:
+        if device_of(zero, name) == "cpu":
+            given = as_flag(section(zero, name).get("pin_memory"))
+            locks[name] = default if given is None else given
+    for flag, name in LEGACY.items():
+        if as_flag(zero.get(flag)) is True and stage_of(zero) in SECTION_STAGES[name]:
+            locks.setdefault(name, default)
     return locks
 
 
@@ -85,11 +82,10 @@ def covers(entry: str, name: str) -> bool:
     return entry in ("", name) or name.startswith(f"{entry}.")
 
 
-def device_of(zero: Mapping[str, Any], section: Section) -> str | None:
-    """Where `section` offloads to, or None where it does not or has no effect at this stage."""
-    block = zero.get(section)
-    device = block.get("device") if isinstance(block, Mapping) else None
-    return device if stage_of(zero) in SECTION_STAGES[section] and device in ("cpu", "nvme") else None
+def device_of(zero: Mapping[str, Any], name: Section) -> str | None:
+    """Where this offload section offloads to, or None where it does not or has no effect at this stage."""
+    device = section(zero, name).get("device")
+    return device if stage_of(zero) in SECTION_STAGES[name] and device in ("cpu", "nvme") else None
 
 
 def stage_of(zero: Mapping[str, Any]) -> int:
@@ -112,7 +108,7 @@ def as_number(value: object) -> float | None:
         return None
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or one that no float holds
         return None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from autotune_offload.config.sections import section
 from autotune_offload.engine.toy_model import ModelSpec
 from autotune_offload.engine.trainee import (
     BUILDING_SHARE,
@@ -221,8 +222,8 @@ def _check(variants: Sequence[Variant], *, steps: int, warmup: int) -> None:
 
 
 def _check_config(variant: Variant, first: Variant) -> None:
-    zero = variant.config.get("zero_optimization") or {}
-    if zero.get("stage") != 3 or (zero.get("offload_optimizer") or {}).get("device", "none") == "none":
+    zero = section(variant.config, "zero_optimization")
+    if zero.get("stage") != 3 or section(zero, "offload_optimizer").get("device", "none") == "none":
         raise ConfigError(
             f"variant {variant.name!r}: expected zero_optimization.stage 3 with offload_optimizer.device set,"
             f" found {zero}; start from stock_config()"

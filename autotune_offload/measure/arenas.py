@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -74,15 +75,20 @@ def arena_bytes(device: Device, plan: Plan, seconds: float, cache_bytes: int, me
     # source, target and pinned stay, a cold copy's target or what is being pinned comes and goes
     parts = 5 if device.shares_host_memory else 4
     share = memory_bytes // parts
-    if share < max(plan.smallest_bytes, 4096):
+    least = power_of_two_below(2 * mapped_bytes(plan.smallest_bytes) - 1)
+    if share < least:
         raise BudgetError(
             f"{memory_bytes:,} bytes of host memory for measuring; expected at least {parts} buffers of "
-            f"{max(plan.smallest_bytes, 4096):,} bytes"
+            f"{least:,} bytes"
         )
     affordable = _touched_per_second(device, min(8 << 20, share)) * seconds * _ARENA_SHARE / 3
     wanted = max(plan.largest_bytes, 2 * cache_bytes)
-    least = max(plan.smallest_bytes, 1 << 20)
-    return power_of_two_below(min(wanted, share, max(int(affordable), least)))
+    return power_of_two_below(max(min(wanted, share, max(int(affordable), least, 1 << 20)), least))
+
+
+def mapped_bytes(size: int) -> int:
+    """What `size` bytes take of memory that comes in whole pages."""
+    return max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
 
 
 def _touched_per_second(device: Device, size: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from autotune_offload.errors import MeasurementError
 from autotune_offload.machine.device import Device
-from autotune_offload.measure.arenas import Arenas, slots
+from autotune_offload.measure.arenas import Arenas, mapped_bytes, slots
+from autotune_offload.measure.sampling import sample
 from autotune_offload.records import (
     Cast,
     CastRate,
@@ -25,33 +25,9 @@ from autotune_offload.records import (
     State,
     Transfer,
 )
-from autotune_offload.spread import interquartile_range
-
-_SAMPLE_SECONDS = 50e-6
-"""Short operations are repeated until one sample lasts this long: the timer itself costs about 0.1 us."""
-
-_SLOW_SAMPLE = 20
-"""A sample this many times too long had the host taken away; the next ones repeat less, to end in time."""
 
 _CHECK_COPIES = 6
 """What checking a point's bytes costs, in copies of its size."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """Samples of one timed operation, in seconds."""
-
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Middle of the samples."""
-        return statistics.median(self.seconds)
-
-    @property
-    def iqr(self) -> float:
-        """Distance between the quartiles; 0 for a single sample."""
-        return interquartile_range(self.seconds)
 
 
 def silent(what: str, fraction: float) -> None:
@@ -148,7 +124,7 @@ class Session:
 
     def _point(self, curve: Curve, size: int, deadline: float, *, warm_up: bool) -> Transfer:
         copy = self._copy_cold(curve, size) if curve.state == "cold" else self._copy_warm(curve, size)
-        sampled = self.sample(copy, deadline, warm_up=warm_up)
+        sampled = sample(self.device, self.plan, copy, deadline, warm_up=warm_up)
         return Transfer(
             kind=curve.kind,
             memory=curve.memory,
@@ -176,15 +152,19 @@ class Session:
         return lambda count: self._timed(curve, list(itertools.islice(pairs, count)))
 
     def _copy_cold(self, curve: Curve, size: int) -> Callable[[int], float]:
-        """The destination's pages are new each time; mapping and unmapping them is not timed."""
-        pairs = slots(size, *self._ends(curve))
+        """The destination's pages are new each time; mapping and unmapping them is not timed.
 
-        def run(count: int) -> float:
+        Those that are alive at once fill no more than one arena.
+        """
+        pairs = slots(size, *self._ends(curve))
+        most = max(self.arenas.size // mapped_bytes(size), 1)
+
+        def batch(count: int) -> float:
             sources = [source for _, source in itertools.islice(pairs, count)]
             fresh = [self.device.host_empty(size, torch.uint8, touched=False) for _ in sources]
             return self._timed(curve, list(zip(fresh, sources, strict=True)))
 
-        return run
+        return lambda count: sum(batch(min(most, count - done)) for done in range(0, count, most))
 
     def _timed(self, curve: Curve, pairs: Sequence[tuple[Tensor, ...]]) -> float:
         """Seconds for the copies of all pairs, (target, source); asynchronous ones are waited for once."""
@@ -200,43 +180,6 @@ class Session:
             copy(target, source, non_blocking=pinned)
         device.record_event().synchronize()
         return device.now() - before
-
-    def sample(self, run: Callable[[int], float], deadline: float, *, warm_up: bool) -> Sampled:
-        """Samples of `run(count)`, per operation, until they agree, are enough, or time is up.
-
-        There is always one; for the least number the deadline may be passed by as long as it was away.
-        Another process on a core can make an operation a thousand times longer (a parallel region waits
-        for its last thread), so time is looked at after every sample.
-        """
-        with self.device.timed_only():
-            return self._sampled(run, deadline, warm_up=warm_up)
-
-    def _sampled(self, run: Callable[[int], float], deadline: float, *, warm_up: bool) -> Sampled:
-        plan, started = self.plan, self.device.now()
-        once = self._warm(run, min(started + plan.warmup_seconds, deadline) if warm_up else started)
-        count = max(min(int(_SAMPLE_SECONDS / max(once, 1e-9)), 64), 1)
-        seconds: list[float] = []
-        while True:
-            taken = run(count)
-            seconds.append(taken / count)
-            late = self.device.now() - deadline
-            enough = len(seconds) >= plan.min_samples or late >= deadline - started
-            if len(seconds) >= plan.max_samples or (late >= 0 and enough) or self._agree(seconds):
-                return Sampled(seconds=tuple(seconds))
-            if taken > _SLOW_SAMPLE * _SAMPLE_SECONDS:
-                count = max(count // 4, 1)
-
-    def _warm(self, run: Callable[[int], float], until: float) -> float:
-        """The shortest of the runs until then; there is always one."""
-        once = run(1)
-        while self.device.now() < until:
-            once = min(once, run(1))
-        return once
-
-    def _agree(self, seconds: Sequence[float]) -> bool:
-        if len(seconds) < 2 * self.plan.min_samples:
-            return False
-        return interquartile_range(seconds) <= self.plan.target_spread * statistics.median(seconds)
 
     def _check_bytes(self, curve: Curve, size: int) -> None:
         """One copy over other bytes, compared with what was sent; a cold one into new pages."""
@@ -272,7 +215,7 @@ class Session:
         up = (self.arenas.device[size : 2 * size], host[size : 2 * size])
         share = (self.deadline - self.device.now()) / 2
         with self._both(down, up, non_blocking=memory == "pinned") as run:
-            sampled = self.sample(run, self.device.now() + max(share, 0), warm_up=False)
+            sampled = sample(self.device, self.plan, run, self.device.now() + max(share, 0), warm_up=False)
         one = Transfer(
             kind="d2h",
             memory=memory,
@@ -347,7 +290,7 @@ class Session:
                 device.record_event().synchronize()
             return device.now() - before
 
-        sampled = self.sample(run, deadline, warm_up=True)
+        sampled = sample(self.device, self.plan, run, deadline, warm_up=True)
         return CastRate(
             where=where,
             dtype=str(self.dtype).removeprefix("torch."),

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_offload.config import block as config_block
@@ -104,7 +104,6 @@ def test_the_input_is_copied_and_never_changed(config: dict[str, Any]) -> None:
 
 
 @given(config=objects)
-@settings(max_examples=60)
 def test_json_text_and_base64_come_back_as_they_went_in(config: dict[str, Any]) -> None:
     """Whatever `json.dumps` writes is read back, raw or in base64."""
     text = json.dumps(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
@@ -576,7 +576,6 @@ keeps = st.lists(st.sampled_from([*KEEPABLE, "offload_param", "cpu_offload"]), m
 
 
 @given(config=wild, choice=choices, version=versions, keep=keeps, fill_auto=st.booleans())
-@settings(max_examples=300)
 def test_rules_for_every_config(
     config: dict[str, Any], choice: Choice, version: str, keep: list[str], fill_auto: bool
 ) -> None:
@@ -602,7 +601,6 @@ def test_rules_for_every_config(
 
 
 @given(config=wild, choice=choices, version=versions)
-@settings(max_examples=200)
 def test_what_is_written_is_all_that_changed(config: dict[str, Any], choice: Choice, version: str) -> None:
     """The changes, applied by hand, turn the input into the output; a number of the user's never moves."""
     tuned = tune(config, choice, version=version)
@@ -622,7 +620,6 @@ def test_what_is_written_is_all_that_changed(config: dict[str, Any], choice: Cho
 
 
 @given(config=configs(good_numbers), choice=choices)
-@settings(max_examples=60, deadline=None)
 def test_deepspeed_takes_every_config_that_it_took_before(config: dict[str, Any], choice: Choice) -> None:
     """A valid configuration stays valid, and its pins are what the configuration says."""
     import deepspeed

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_offload.decide.cost_model import CostModel
@@ -157,7 +157,6 @@ def test_efficiency_is_reached_at_the_size_that_a_line_says() -> None:
 
 
 @pytest.mark.parametrize(("shares", "synchronous"), [(True, True), (False, False), (True, False)])
-@settings(max_examples=40)
 @given(slow=rates, faster=st.lists(st.floats(1, 100), min_size=11, max_size=11), workload=workloads)
 def test_more_bandwidth_never_makes_anything_longer(
     shares: bool, synchronous: bool, slow: list[float], faster: list[float], workload: Workload
@@ -180,7 +179,6 @@ def test_more_bandwidth_never_makes_anything_longer(
         assert 0 <= shorter <= longer * (1 + 1e-5) + 1e-9
 
 
-@settings(max_examples=40)
 @given(slow=rates, workload=workloads)
 def test_compute_only_hides_time(slow: list[float], workload: Workload) -> None:
     """Compute beside the copies never adds to what offloading costs."""

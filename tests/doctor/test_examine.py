@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from packaging.version import Version
 
@@ -33,6 +33,7 @@ from autotune_offload.upstream import NEWEST
 from tests import CHECKOUT
 from tests.factories import make_profile
 from tests.machine.test_host import GIB, IPC_LOCK, NO_CAPABILITY, memlock_line, node, v2, v2_files, write
+from tests.odd_configs import ODD, ORDINARY, PLACES, odd_configs, with_odd
 
 CONFIGS = CHECKOUT / "tests" / "data" / "configs"
 CPU = {"kind": "cpu", "name": "cpu", "count": 1, "index": 0, "pin_backend": "none"}
@@ -775,6 +776,13 @@ zeros = st.dictionaries(
 )
 
 
+@example(
+    zero={"cpu_offload": True, "stage": 1},
+    optimizer=True,
+    param=None,
+    ours=None,
+    top={},
+)
 @given(
     zero=zeros,
     optimizer=st.none() | odd | sections,
@@ -794,13 +802,33 @@ def test_whatever_the_file_no_check_fails_and_refusals_are_the_parsers(
     top = {**top, **({} if ours is None else {"autotune_offload": ours})}
     config = {"zero_optimization": zero, **top}
     refusals = self_report._refusals(config)
+    findings = [f for f in checked(config, refusals) if f.id in CONFIG_CHECKS]
+    breaks = {f.id for f in findings if f.severity == "will break"} - {"config-block"}
+    assert bool(breaks) is bool(refusals), (refusals, findings)
+
+
+def checked(config: dict[str, Any], refusals: list[str]) -> list[Finding]:
+    """What all checks find that look at a configuration; none of them fails itself."""
     case = Case(
         answers=Answers(answers={"config": refusals}), store=Store(Path("/none")), config=config, environ={}
     )
-    findings = [f for name, check in CONFIG_CHECKS.items() for f in examine._made(name, check, case)]
+    checks = CONFIG_CHECKS | {name: HOST_CHECKS[name] for name in ("memlock", "memory")}
+    findings = [f for name, check in checks.items() for f in examine._made(name, check, case)]
     assert not [f for f in findings if "failed itself" in f.found]
-    breaks = {f.id for f in findings if f.severity == "will break"} - {"config-block"}
-    assert bool(breaks) is bool(refusals), (refusals, findings)
+    return findings
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+def test_no_check_fails_for_what_stands_in_a_place(place: tuple[str, ...]) -> None:
+    """Whatever kind of value it is."""
+    for value in ODD:
+        checked(with_odd(ORDINARY, place, value), [])
+
+
+@given(config=odd_configs())
+def test_no_check_fails_for_several_odd_values(config: dict[str, Any]) -> None:
+    """Drawn JSON in several places at once."""
+    checked(config, [])
 
 
 @pytest.mark.parametrize(

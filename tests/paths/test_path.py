@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -135,7 +135,6 @@ def test_every_path_gives_the_bits_of_float(
         assert_offloads(device, offload, spec, sizes[::-1], dtype, seed=2)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     path=st.sampled_from(PATHS),
     cast=st.sampled_from(CASTS),
@@ -384,7 +383,6 @@ def test_a_failure_in_a_thread_reaches_the_caller(path: Path, threads: int) -> N
 # -- widening in place ----------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
 @given(n=st.integers(0, 20_000), dtype=st.sampled_from(DTYPES[:2]), seed=st.integers(0, 9))
 def test_widening_in_place_keeps_the_bits(n: int, dtype: torch.dtype, seed: int) -> None:
     """Any number of any finite values in the upper half of the destination becomes what `.float()` gives."""

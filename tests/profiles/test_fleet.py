@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_offload.cli import cli
@@ -50,7 +50,6 @@ def fleet(count: int, noise: float, seed: int, shape: str) -> list[Member]:
     return [one(n, None, **{metric: noisy(rate) for metric, rate in RATES.items()}) for n in range(count)]
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 200),
     st.floats(0, 0.1),
@@ -63,7 +62,6 @@ def test_a_homogeneous_fleet_gives_no_alarm(count: int, noise: float, seed: int,
     assert survey(members).outliers == ()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.one_of(
         st.tuples(st.integers(3, 120), st.floats(0, 0.01)), st.tuples(st.integers(8, 120), st.floats(0, 0.03))
@@ -91,7 +89,6 @@ def test_a_small_difference_is_no_outlier_however_alike_the_others_are(share: fl
     assert len(survey([*map(one, range(7)), one(7, d2h=RATES["d2h"] * share)]).outliers) == outliers
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(3, 6), st.floats(0, 0.1), st.integers(0, 1 << 30))
 def test_a_small_homogeneous_fleet_gives_no_alarm(count: int, noise: float, seed: int) -> None:
     """Where two of three agree by chance, the third is no outlier for it."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_offload.documents import MAX_BYTES, MAX_PARTS
@@ -138,7 +138,6 @@ raw_samples = st.lists(st.floats(0, 1e4).map(lambda x: float(f"{x:.4g}")), max_s
     number=st.floats(allow_nan=False),
     per_gib=st.none() | st.floats(0),
 )
-@settings(max_examples=60, deadline=None)
 def test_any_profile_comes_back_as_it_was(
     fingerprint: dict[str, Scalar],
     words: tuple[str, ...],
@@ -410,7 +409,6 @@ def test_a_damaged_file_is_a_miss_with_its_reason_and_is_replaced_by_the_next_sa
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-@settings(max_examples=100, deadline=None)
 def test_no_content_makes_a_lookup_raise(content: bytes) -> None:
     """Any bytes in the file's place are a miss, with and without the marks of a profile."""
     with tempfile.TemporaryDirectory() as folder:
@@ -422,7 +420,6 @@ def test_no_content_makes_a_lookup_raise(content: bytes) -> None:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
 def test_no_truncation_is_taken_for_a_profile(permille: int) -> None:
     """Cut anywhere before the end mark, the file is a miss."""
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ import random
 from functools import reduce
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -33,7 +33,6 @@ from autotune_offload.ranks.ballots import (
 from autotune_offload.records import Choice, backward_seconds
 from tests.factories import make_choice, make_profile
 
-few = settings(max_examples=40, deadline=None)
 SIZE = st.none() | st.integers(1, 10**12)
 FLOATS = st.floats(0, 1e6, allow_nan=False)
 CHOICES = st.builds(
@@ -73,7 +72,6 @@ def on_hosts(several: list[Ballot], hosts: int) -> list[View]:
     return [of_host(several[number::hosts])[0] for number in range(min(hosts, len(several)))]
 
 
-@few
 @given(st.integers(1, 7).flatmap(ballots), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_views_merge_in_any_order(several: list[Ballot], hosts: int, order: random.Random) -> None:
     """What comes out says the same whoever was asked first, and in whatever tree."""
@@ -85,7 +83,6 @@ def test_views_merge_in_any_order(several: list[Ballot], hosts: int, order: rand
     assert conclusion(views[0]) == expected
 
 
-@few
 @given(st.integers(1, 7).flatmap(ballots), st.integers(1, 4))
 def test_the_smallest_of_each_size_counts(several: list[Ballot], hosts: int) -> None:
     """DeepSpeed's own, None, is larger than any."""
@@ -95,7 +92,6 @@ def test_the_smallest_of_each_size_counts(several: list[Ballot], hosts: int) -> 
         assert plan.sizes[index] == min(asked, default=None)  # type: ignore[type-var]  # None is left out
 
 
-@few
 @given(st.integers(1, 7).flatmap(ballots), st.integers(1, 4))
 def test_the_lowest_rank_that_differs_is_named(several: list[Ballot], hosts: int) -> None:
     """From the first one, in kind, configuration, sizes and name."""
@@ -115,7 +111,6 @@ def test_the_lowest_rank_that_differs_is_named(several: list[Ballot], hosts: int
         assert f"rank {odd('kind')} uses hpu" in plan.stop or f"rank {odd('kind')} uses cuda" in plan.stop
 
 
-@few
 @given(st.integers(1, 7).flatmap(ballots))
 def test_the_slowest_rank_decides_for_its_host(several: list[Ballot]) -> None:
     """And one rank of each key keeps its profile: the slowest that has it."""
@@ -140,7 +135,6 @@ def test_all_of_a_choice_is_settled_but_its_sizes_and_words() -> None:
     assert set(Settled.__struct_fields__) == whole - {"sizes", "reasons"}
 
 
-@few
 @given(st.integers(1, 7).flatmap(ballots), st.text(max_size=400), st.text(max_size=400))
 def test_every_message_fits_its_fixed_size(several: list[Ballot], reason: str, name: str) -> None:
     """Whatever is in it, and it reads back the same."""
@@ -174,7 +168,6 @@ def test_what_does_not_fit_or_cannot_be_read_is_an_error() -> None:
         unpacked(b"\0\1\7", Ballot)
 
 
-@few
 @given(st.text(max_size=1000))
 def test_reasons_are_one_line_of_ascii(text: str) -> None:
     """So that so many characters are so many bytes."""

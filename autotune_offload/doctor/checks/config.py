@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune_offload.config import block as config_block
 from autotune_offload.config import mistakes, sections
+from autotune_offload.config.sections import section
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import Finding, Profile
 from autotune_offload.upstream import LEGACY, LEGACY_PIN, SECTION_STAGES, ZERO, pins_by_default
@@ -33,14 +34,9 @@ def keys(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _quoted(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Booleans in quotes, which DeepSpeed's parser takes and others who read the file do not."""
-    zero = config.get(ZERO)
-    blocks = (
-        {"": zero} | {f"{name}.": zero.get(name) for name in SECTION_STAGES}
-        if isinstance(zero, Mapping)
-        else {}
-    )
-    for prefix, holder in blocks.items():
-        for name, value in holder.items() if isinstance(holder, Mapping) else ():
+    for names in ((), *((name,) for name in SECTION_STAGES)):
+        prefix = "".join(f"{name}." for name in names)
+        for name, value in section(config, ZERO, *names).items():
             if isinstance(value, str) and value.strip().lower() in _PLAIN_TEXT:
                 yield Finding(
                     id="config-keys",
@@ -110,9 +106,7 @@ def _pinned_by_auto(names: Iterable[str]) -> str:
 
 def offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
     """Whether anything is offloaded, and whether what is page-locked is left to a default that changed."""
-    zero = config.get(ZERO)
-    if not isinstance(zero, Mapping):
-        zero = {}
+    zero = section(config, ZERO)
     if not sections.offloads(config):
         yield Finding(
             id="config-offload",
@@ -121,19 +115,19 @@ def offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
             fix=f'none needed, if so meant; else write "offload_optimizer": {{"device": "cpu"}} into "{ZERO}", at '
             "stage 1 to 3",
         )
-    for section, locks in sections.page_locks(config, version).items():
-        if "pin_memory" not in zero.get(section, ("pin_memory",)):
+    for name, locks in sections.page_locks(config, version).items():
+        if (given := section(zero, name)) and "pin_memory" not in given:
             yield Finding(
                 id="config-offload",
                 severity="notice",
-                found=f"{ZERO}.{section}.pin_memory is absent, which DeepSpeed {version} takes as {json.dumps(locks)}",
+                found=f"{ZERO}.{name}.pin_memory is absent, which DeepSpeed {version} takes as {json.dumps(locks)}",
                 costs="DeepSpeed before 0.19.5 takes false, later ones true: an upgrade changes what is page-locked",
                 fix=f"write true or false; {_TUNED}",
             )
 
 
 def _wrong_stage(zero: Mapping[str, Any]) -> str:
-    given = [name for name in SECTION_STAGES if isinstance(zero.get(name), Mapping)]
+    given = [name for name in SECTION_STAGES if section(zero, name)]
     return (
         f" (stage {json.dumps(zero.get('stage', 0))}, where {' and '.join(given)} has no effect)"
         if given
@@ -143,16 +137,14 @@ def _wrong_stage(zero: Mapping[str, Any]) -> str:
 
 def legacy(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
     """Deprecated switches, one of which DeepSpeed reads and does nothing with."""
-    zero = config.get(ZERO)
-    if not isinstance(zero, Mapping):
-        return
-    for flag, section in LEGACY.items():
-        if flag in zero and section not in zero:
+    zero = section(config, ZERO)
+    for flag, name in LEGACY.items():
+        if flag in zero and name not in zero:
             yield Finding(
                 id="config-legacy",
                 severity="notice",
-                found=f"{ZERO}.{flag} is deprecated: {section} stands for it",
-                fix=f'write "{section}": {{"device": "cpu"}} instead; {_TUNED}',
+                found=f"{ZERO}.{flag} is deprecated: {name} stands for it",
+                fix=f'write "{name}": {{"device": "cpu"}} instead; {_TUNED}',
             )
     if LEGACY_PIN in zero:
         yield Finding(
@@ -170,8 +162,7 @@ def block(config: Mapping[str, Any]) -> Iterator[Finding]:
     try:
         settings = config_block.settings(config)
     except ConfigError as error:
-        ours = config[config_block.BLOCK]
-        strict = isinstance(ours, Mapping) and ours.get("strict") is True
+        strict = section(config, config_block.BLOCK).get("strict") is True
         yield Finding(
             id="config-block",
             severity="will break" if strict else "costs",

@@ -149,9 +149,8 @@ def _backend(case: Case) -> str:
 
 
 def _on_nvme(config: Mapping[str, Any] | None) -> bool:
-    zero = (config or {}).get(upstream.ZERO)
-    sections = (zero.get(name) for name in upstream.SECTION_STAGES) if isinstance(zero, Mapping) else ()
-    return any(isinstance(section, Mapping) and section.get("device") == "nvme" for section in sections)
+    named = (config_sections.section(config, upstream.ZERO, name) for name in upstream.SECTION_STAGES)
+    return any(section.get("device") == "nvme" for section in named)
 
 
 def _gb(count: int) -> str:
