@@ -5,8 +5,10 @@ The model only orders candidates and prunes; trials decide.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autotune_offload.paths.rates import Rates
-from autotune_offload.paths.stages import Stages, stages
+from autotune_offload.paths.stages import Stages, Work, stages
 from autotune_offload.records import Baseline, Candidate, Measurements, Workload
 from autotune_offload.workload import DTYPE_BYTES
 
@@ -38,36 +40,33 @@ class CostModel:
     def seconds(self, way: Candidate | Baseline) -> float:
         """What one of our paths, or one of DeepSpeed's own sequences, adds to a backward pass."""
         through = stages(way, DTYPE_BYTES[self.workload.dtype], self.rates)
-        device, host = self._spent(through, on_host=False), self._spent(through, on_host=True)
+        streamed = [work for work in through.work if work.lane != "host"]
+        on_host = [work for work in through.work if work.lane == "host"]
+        device, host = self._spent(streamed, through), self._spent(on_host, through)
         if self.synchronous:
             return device + host
-        waits = any(work.waits for work in through.work if work.lane != "host")
-        waits_for_host = any(work.waits for work in through.work if work.lane == "host")
-        hidden = 0.0 if waits else self.compute_seconds
+        works_itself = any(work.waits for work in on_host)
+        hidden = 0.0 if any(work.waits for work in streamed) else self.compute_seconds
         if through.buffers:
             fill = _one_buffer(through)
-            if not waits:
+            if not works_itself:
                 return max(max(device, host) - hidden, fill)
             # the calling thread empties buffers while the device fills the others; one cannot overlap
             return (device + host if through.buffers == 1 else max(device, host)) + fill
-        rest = (device + host) * self.workload.largest_elements / self.workload.elements
-        if waits_for_host and not waits:
-            return max(device - hidden, rest) + host
-        busy = device + host if waits_for_host else max(device, host)
-        return max(busy - hidden, rest)
+        last = self.workload.largest_elements / self.workload.elements
+        if works_itself:  # and hides behind nothing
+            return max(device - hidden, device * last) + host
+        return max(max(device, host) - hidden, (device + host) * last)
 
-    def _spent(self, through: Stages, *, on_host: bool) -> float:
-        """By the device's stream, or on the host, over the whole workload."""
-        most = through.piece_elements
+    def _spent(self, work: Sequence[Work], through: Stages) -> float:
+        """Seconds of this part of the stages over the whole workload."""
+        most, elements = through.piece_elements, self.workload.elements
         pieces = sum(-(-size // most) * count for size, count in self.workload.partitions)
-        elements = self.workload.elements
-        return sum(
-            work.seconds(elements, pieces) for work in through.work if (work.lane == "host") is on_host
-        )
+        return sum(each.seconds(elements, pieces) for each in work)
 
 
 def _one_buffer(through: Stages) -> float:
-    """What is left of a ring after the last gradient is there, even if all else hides: one buffer."""
+    """One buffer's way through a ring: what is left when the last gradient is there, even if all else hides."""
     link = next(work for work in through.work if work.lane == "link")
     held_bytes = link.element_bytes * through.piece_elements
     return sum(held_bytes / work.line.bytes_per_second for work in through.work if work.lane != "device")

@@ -186,3 +186,13 @@ def test_small_pieces_pay_the_latency_each() -> None:
     large = ours_seconds(model, "direct", "device", 1 << 25)
     pieces = 3 * (-(-10_000_000 // (1 << 16)) - -(-10_000_000 // (1 << 23)))
     assert small - large == pytest.approx(2e-3 * pieces, rel=1e-3)
+
+
+def test_what_the_calling_thread_widens_counts_once() -> None:
+    """At the drain it widens every gradient; only the last copy is left in front of that."""
+    one = replace(WORKLOAD, partitions=((10_000_000, 1),))
+    model = CostModel(
+        measurements([10.0] * 11), one, shares_host_memory=False, synchronous=False, compute_seconds=10.0
+    )
+    expected = 1e-5 + 2 * one.elements / 10e9 + 4 * one.elements / 10e9
+    assert ours_seconds(model, "pinned", "host", 1 << 18) == pytest.approx(expected, rel=1e-6)
