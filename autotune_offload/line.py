@@ -5,16 +5,37 @@ Hockney, Parallel Computing 20(3), 1994.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[float, Meta(gt=0)]
+Least0 = Annotated[float, Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """latency + bytes / bandwidth, fitted to one curve."""
+class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Latency and bandwidth of one kind of transfer, in the units that machine files have."""
 
-    latency_seconds: float
-    bytes_per_second: float
+    latency_us: Least0
+    bandwidth_gbps: Positive
+
+    @classmethod
+    def of(cls, *, latency_seconds: float = 0.0, bytes_per_second: float = math.inf) -> Line:
+        """The line of these; what is left out takes no time."""
+        return Line(latency_us=latency_seconds * 1e6, bandwidth_gbps=bytes_per_second / 1e9)
+
+    @property
+    def latency_seconds(self) -> float:
+        """What a transfer of nothing takes."""
+        return self.latency_us * 1e-6
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What a transfer without end reaches."""
+        return self.bandwidth_gbps * 1e9
 
     def seconds(self, size_bytes: float, transfers: float = 1) -> float:
         """Time for `size_bytes` in `transfers` pieces."""
@@ -43,4 +64,4 @@ def fit(points: Iterable[tuple[int, float]]) -> Line:
     latency = (u1 - slope * ux) / uu
     if latency < 0 or slope <= 0:
         latency, slope = 0.0, x1 / xx
-    return Line(latency_seconds=latency, bytes_per_second=1 / slope)
+    return Line.of(latency_seconds=latency, bytes_per_second=1 / slope)

@@ -57,7 +57,8 @@ def admitted(model: CostModel, device: Device, rules: PinRules, steer: Settings)
     Raises:
         ConfigError: the user fixed something that cannot run here.
     """
-    found = sorted((_predict(c, model) for c in grid(device, model.workload, steer)), key=predicted)
+    every = grid(device, model.workload, steer)
+    found = sorted((replace(c, predicted_seconds=model.seconds(c)) for c in every), key=predicted)
     limits = {key(c): rules.against(c) for c in found}
     able = [c for c in found if limits[key(c)] is None]
     if not able:
@@ -67,11 +68,6 @@ def admitted(model: CostModel, device: Device, rules: PinRules, steer: Settings)
         )
     barred = _one_a_cast(replace(c, rejected=limits[key(c)]) for c in found if limits[key(c)])
     return sorted([*_pruned(able, _NEVER_PRUNED * model.compute_seconds), *barred], key=predicted)
-
-
-def _predict(c: Candidate, model: CostModel) -> Candidate:
-    seconds = model.path_seconds(c.path, c.cast, c.buffer_bytes, c.buffer_count, c.host_threads)
-    return replace(c, predicted_seconds=seconds)
 
 
 def _one_a_cast(rejected: Iterable[Candidate]) -> Iterator[Candidate]:

@@ -168,8 +168,9 @@ def sample_elements(
     wanted = max(plan.trial_bytes, 2 * cache_bytes) // 4
     if math.isinf(pass_seconds):
         model = cost_model(device, measurements, workload)
-        ours = model.path_seconds("direct", "host", 1 << 20, 1, 0)
-        pass_seconds = (ours + model.stock_seconds("explicit_upcast", "pageable")) / 2
+        ours = Candidate(path="direct", cast="host", buffer_bytes=1 << 20, buffer_count=1)
+        own = Baseline(name="explicit_upcast", versions="", memory="pageable", installed=False)
+        pass_seconds = (model.seconds(ours) + model.seconds(own)) / 2
     seconds = max(deadline - device.now(), 0.0) / least_passes
     affordable = workload.elements * seconds / max(pass_seconds, 1e-12)
     return max(int(min(wanted, affordable)), _LEAST_ELEMENTS)
@@ -181,19 +182,17 @@ def _baselines(model: CostModel, rules: PinRules, stock: StockSequence) -> list[
     default = stock.default_memory if stock.default_memory in memories else "pageable"
     pairs = [(stock, default)] + [(stock, m) for m in memories if m != default]
     pairs += [(s, "pageable") for s in STOCK_SEQUENCES if s is not stock]
-    return [
-        Entrant(
-            record=Baseline(
-                name=sequence.name,
-                versions=sequence.versions,
-                memory=memory,
-                installed=sequence is stock and memory == default,
-                predicted_seconds=model.stock_seconds(sequence.name, memory),
-            ),
-            failed=_why_not_timed(sequence, rules),
+    entrants = []
+    for sequence, memory in pairs:
+        own = Baseline(
+            name=sequence.name,
+            versions=sequence.versions,
+            memory=memory,
+            installed=sequence is stock and memory == default,
         )
-        for sequence, memory in pairs
-    ]
+        record = replace(own, predicted_seconds=model.seconds(own))
+        entrants.append(Entrant(record=record, failed=_why_not_timed(sequence, rules)))
+    return entrants
 
 
 def _why_not_timed(sequence: StockSequence, rules: PinRules) -> str | None:

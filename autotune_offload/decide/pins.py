@@ -86,12 +86,12 @@ def parameters_pin(verdict: Verdict, *, with_optimizer: bool) -> Pin:
     if verdict.rules.not_on_offer is not None:
         return Pin(pinned=False, reason=f"{section} is not pinned: {NOT_HERE}")
     limit = verdict.rules.against_parameters(with_optimizer=with_optimizer)
-    if limit is None and not model.measured("h2d", "pinned"):
+    if limit is None and not model.rates.measured("h2d", "pinned"):
         limit = "no copies from page-locked memory were measured"
     if limit is not None:
         return Pin(pinned=False, reason=f"{section} is not pinned: {limit}")
     workload = model.workload
     elements = -(-middle_elements(workload.parameters) // workload.world_size)
     size = DTYPE_BYTES[workload.dtype] * elements
-    pageable, pinned = (model.line("h2d", m).seconds(size) for m in ("pageable", "pinned"))
+    pageable, pinned = (model.rates.line("h2d", m).seconds(size) for m in ("pageable", "pinned"))
     return Pin.measured(section, f"a fetch of {units.size(size)} takes", pageable, pinned, verdict.noise)

@@ -41,7 +41,7 @@ def zero_sizes(model: CostModel, workload: Workload, device: Device, measurement
     else:
         low = DTYPE_BYTES[workload.dtype]
         memory: Memory = "pinned" if measurements.pin.largest_bytes else "pageable"
-        down, up = model.line("d2h", memory), model.line("h2d", memory)
+        down, up = model.rates.line("d2h", memory), model.rates.line("h2d", memory)
         bucket_bytes = (device.identity.memory_bytes or _UNKNOWN_MEMORY_BYTES) * _DEVICE_MEMORY_SHARE
         room = max(int(bucket_bytes) // low, 1)
         values |= {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from autotune_offload.described import machine
 from autotune_offload.described.machine import Machine
 from autotune_offload.errors import ProfileError
@@ -27,7 +29,6 @@ def machine_from(profile: Profile, name: str = "profile") -> Machine:
     pins = profile.pin.largest_bytes > 0
     largest = None if pins and profile.pin.capped else profile.pin.largest_bytes
     memlock = next((bound.bytes for bound in profile.limits.bounds if bound.name == "memlock"), None)
-    one = numbers.line("h2h", "pageable", "warm", 1)
     described: dict[str, Any] = {
         "schema": machine.SCHEMA,
         "name": name,
@@ -37,19 +38,16 @@ def machine_from(profile: Profile, name: str = "profile") -> Machine:
         "link_shared_by_ranks": 1,
         "link": {"name": "measured", "peak_gbps": numbers.fastest()},
         "d2h": {
-            "pinned": numbers.mapping("d2h", "pinned", "warm"),
-            "pageable": numbers.mapping("d2h", "pageable", "warm"),
-            "pageable_cold": numbers.mapping("d2h", "pageable", "cold"),
+            "pinned": numbers.line("d2h", "pinned", "warm"),
+            "pageable": numbers.line("d2h", "pageable", "warm"),
+            "pageable_cold": numbers.line("d2h", "pageable", "cold"),
         },
         "h2d": {
-            "pinned": numbers.mapping("h2d", "pinned", "warm"),
-            "pageable": numbers.mapping("h2d", "pageable", "warm"),
+            "pinned": numbers.line("h2d", "pinned", "warm"),
+            "pageable": numbers.line("h2d", "pageable", "warm"),
         },
-        "h2h": {
-            "latency_us": one.latency_seconds * 1e6,
-            "bandwidth_gbps": one.bytes_per_second / 1e9,
-            "threads_gbps": numbers.line("h2h", "pageable", "warm", 0).bytes_per_second / 1e9,
-        },
+        "h2h": msgspec.structs.asdict(numbers.line("h2h", "pageable", "warm", 1))
+        | {"threads_gbps": numbers.line("h2h", "pageable", "warm").bandwidth_gbps},
         "host": {
             "mem_gbps": 2 * numbers.fastest_copy(),
             "intraop_threads": max(profile.host.affinity_cpus, 1),
@@ -74,6 +72,7 @@ def machine_from(profile: Profile, name: str = "profile") -> Machine:
         },
         "notes": f"from a profile of {profile.created}, plan {profile.plan}",
     }
+    described = msgspec.to_builtins(described)
     described["sources"] = [_source(field, value, profile) for field, value in machine.numbers(described)]
     return machine.parse(described, "the profile's machine")
 
@@ -115,26 +114,21 @@ class _Numbers:
             "measure again with `autotune-offload probe --refresh`"
         )
 
-    def mapping(self, kind: Kind, memory: Memory, state: State) -> dict[str, float]:
-        """The same as a description holds it."""
-        line = self.line(kind, memory, state)
-        return {"latency_us": line.latency_seconds * 1e6, "bandwidth_gbps": line.bytes_per_second / 1e9}
-
     def cast(self, where: Cast, threads: int) -> float:
         """fp32 GB a second; where nothing was cast, what a copy reaches."""
         rates = {(each.where, each.threads): each.gbps for each in self.profile.casts}
-        fallback = self.line("h2h", "pageable", "warm", 1).bytes_per_second / 1e9
+        fallback = self.line("h2h", "pageable", "warm", 1).bandwidth_gbps
         return rates.get((where, threads)) or rates.get((where, 0)) or fallback
 
     def fastest(self) -> float:
         """Of the link's four lines."""
         kinds: tuple[Kind, ...] = ("d2h", "h2d")
         memories: tuple[Memory, ...] = ("pinned", "pageable")
-        return max(self.mapping(k, m, "warm")["bandwidth_gbps"] for k in kinds for m in memories)
+        return max(self.line(k, m, "warm").bandwidth_gbps for k in kinds for m in memories)
 
     def fastest_copy(self) -> float:
         """GB a second of everything that goes through the host's memory."""
-        copy = max(self.line("h2h", "pageable", "warm", n).bytes_per_second / 1e9 for n in (0, 1))
+        copy = max(self.line("h2h", "pageable", "warm", n).bandwidth_gbps for n in (0, 1))
         return copy + self.fastest()
 
     def both_ways(self) -> float:

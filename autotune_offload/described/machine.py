@@ -15,12 +15,11 @@ from msgspec import Meta
 
 from autotune_offload import documents, places
 from autotune_offload.errors import ConfigError
+from autotune_offload.line import Least0, Line, Positive
 
 SCHEMA = 1
 _FOLDER = "machines"
 
-Positive = Annotated[float, Meta(gt=0)]
-Least0 = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Bytes = Annotated[int, Meta(ge=0)]
 Origin = Literal["measured", "spec", "derived", "proxy", "estimate", "calibrated"]
@@ -34,13 +33,6 @@ _UNSOURCED = frozenset(
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One mapping of the file; an unknown key is an error."""
-
-
-class Line(_Part, frozen=True, kw_only=True):
-    """Latency and bandwidth of one kind of transfer."""
-
-    latency_us: Least0
-    bandwidth_gbps: Positive
 
 
 class ToHost(_Part, frozen=True, kw_only=True):
@@ -58,11 +50,9 @@ class ToDevice(_Part, frozen=True, kw_only=True):
     pageable: Line
 
 
-class HostCopy(_Part, frozen=True, kw_only=True):
+class HostCopy(Line, frozen=True, kw_only=True):
     """h2h: bytes copied a second by one thread, and by as many as the socket has; cost of one call."""
 
-    latency_us: Least0
-    bandwidth_gbps: Positive
     threads_gbps: Positive
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from autotune_offload.described.blocks import Blocks
 from autotune_offload.described.clocked import ClockedDevice, Faults
 from autotune_offload.described.host_side import facts_of, limits_of
-from autotune_offload.described.machine import Line, Machine
+from autotune_offload.described.machine import Machine
 from autotune_offload.described.speeds import ADD_TRAFFIC, CAST_TRAFFIC, COPY_TRAFFIC, Direction, speeds
 from autotune_offload.described.traffic import Traffic
 from autotune_offload.errors import PinError
+from autotune_offload.line import Line
 from autotune_offload.machine import host_pass
 from autotune_offload.records import DeviceIdentity, HostFacts, Limits, Memory
 

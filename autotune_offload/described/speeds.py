@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from autotune_offload.described.machine import Line, Machine
+from autotune_offload.described.machine import Machine
+from autotune_offload.line import Line
 from autotune_offload.records import Memory
 
 Direction = Literal["d2h", "h2d"]

@@ -32,7 +32,7 @@ from autotune_offload.paths.page_locking import PinRules
 from autotune_offload.paths.path import chunks, destination_memory
 from autotune_offload.paths.ring import StagedPath
 from autotune_offload.paths.stock import stock_path
-from autotune_offload.records import Candidate, Memory, Profile, Settings, Workload, histogram
+from autotune_offload.records import Baseline, Candidate, Memory, Profile, Settings, Workload, histogram
 from autotune_offload.upstream import STOCK_SEQUENCES
 from benchmarks import regret
 from tests.described.test_machine import SHIPPED
@@ -597,15 +597,14 @@ def predictions(described: Machine) -> dict[object, float]:
     profile = quick(described, load)
     model = cost_model(device, profile.measurements, load)
     found: dict[object, float] = {
-        (c.path, c.cast, c.buffer_bytes, c.buffer_count, c.host_threads): model.path_seconds(
-            c.path, c.cast, c.buffer_bytes, c.buffer_count, c.host_threads
-        )
+        (c.path, c.cast, c.buffer_bytes, c.buffer_count, c.host_threads): model.seconds(c)
         for c in grid(device, load, Settings())
     }
     memories: tuple[Memory, ...] = ("pageable", "pinned")
     for sequence in STOCK_SEQUENCES:
         for memory in memories:
-            found[sequence.name, memory] = model.stock_seconds(sequence.name, memory)
+            own = Baseline(name=sequence.name, versions="", memory=memory, installed=False)
+            found[sequence.name, memory] = model.seconds(own)
     return found
 
 

@@ -59,16 +59,8 @@ def _model(profile: Profile) -> CostModel:
 def test_one_copy_ends_when_the_cost_model_says(way: Candidate, elements: int, kind: str, dtype: str) -> None:
     """Of a workload of one gradient, the last stage ends at the predicted cost; each piece has two latencies."""
     profile = _profile(elements, kind, dtype)
-    model = _model(profile)
-    if model.low_bytes == 4:
-        way = dataclasses.replace(way, cast="host")
-    expected = model.path_seconds(way.path, way.cast, way.buffer_bytes, way.buffer_count, way.host_threads)
-    seconds = timeline(profile, way).seconds
-    if way.path == "pinned" and way.cast == "host" and way.host_threads == 0 and kind == "cuda":
-        # of one gradient the model counts the widening twice: as what is left at the end, and in the caller
-        assert seconds <= expected + 1e-12
-    else:
-        assert seconds == pytest.approx(expected, rel=1e-9)
+    expected = _model(profile).seconds(way)
+    assert timeline(profile, way).seconds == pytest.approx(expected, rel=1e-9)
 
 
 @given(way=stock, elements=sizes, kind=kinds, dtype=dtypes)
@@ -77,7 +69,7 @@ def test_deepspeeds_own_ends_when_the_cost_model_says(
 ) -> None:
     """The same holds for every sequence of DeepSpeed's own."""
     profile = _profile(elements, kind, dtype)
-    expected = _model(profile).stock_seconds(way.name, way.memory)
+    expected = _model(profile).seconds(way)
     assert timeline(profile, way).seconds == pytest.approx(expected, rel=1e-9)
 
 

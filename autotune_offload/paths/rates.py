@@ -1,0 +1,67 @@
+"""What the measured curves say: a line for each kind of copy, a rate for each cast.
+
+Every transfer is latency plus bytes over bandwidth (Hockney, Parallel Computing 20(3), 1994).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune_offload.line import Line, fit
+from autotune_offload.records import Cast, Kind, Measurements, Memory, State, SyncCost, Transfer
+
+
+class Rates:
+    """Lines and rates of one host and device, whose memory may be the host's."""
+
+    def __init__(self, measurements: Measurements, *, shares_host_memory: bool) -> None:
+        """Fits nothing before it is asked for."""
+        self._measurements = measurements
+        self.shares_host_memory = shares_host_memory
+
+    @property
+    def sync(self) -> SyncCost:
+        """What a synchronize costs."""
+        return self._measurements.sync
+
+    def line(self, kind: Kind, memory: Memory, state: State = "warm", threads: int = 0) -> Line:
+        """The fitted curve; a curve that was not measured is replaced by its nearest relative."""
+        points = self._points(kind, memory, state, threads)
+        for relative in (
+            (kind, memory, "warm", 0),
+            (kind, "pageable", "warm", 0),
+            ("d2h", "pageable", "warm", 0),
+        ):
+            points = points or self._points(*relative)
+        return fit((point.bytes, point.median_seconds) for point in points)
+
+    def measured(self, kind: Kind, memory: Memory) -> bool:
+        """Whether this warm curve was measured, and `line` is not a relative's."""
+        return bool(self._points(kind, memory, "warm", 0))
+
+    def _points(self, kind: Kind, memory: Memory, state: State, threads: int) -> Sequence[Transfer]:
+        wanted = (kind, memory, state, threads, False)
+        return [
+            t
+            for t in self._measurements.transfers
+            if (t.kind, t.memory, t.state, t.threads, t.duplex) == wanted
+        ]
+
+    def cast_rate(self, where: Cast, threads: int = 0) -> float:
+        """fp32 bytes a second; `threads` of a path's own add up until torch's pool's rate is reached."""
+        rates = {(c.where, c.threads): c.gbps * 1e9 for c in self._measurements.casts}
+        if not rates:
+            return self.line("h2h", "pageable").bytes_per_second
+        pool = rates.get((where, 0), max(rates.values()))
+        if threads == 0 or where == "device":
+            return pool
+        single = rates.get((where, 1), pool)
+        return min(threads * single, max(pool, single))
+
+    def copy_rate(self, threads: int) -> float:
+        """h2h bytes a second with this many host threads, as for casts."""
+        pool = self.line("h2h", "pageable").bytes_per_second
+        if threads == 0:
+            return pool
+        single = self.line("h2h", "pageable", threads=1).bytes_per_second
+        return min(threads * single, max(pool, single))

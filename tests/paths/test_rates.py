@@ -1,0 +1,30 @@
+"""What measured curves are taken for, where some are missing and where threads share the work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autotune_offload.paths.rates import Rates
+from tests.decide.test_cost_model import measurements
+
+
+def test_a_curve_that_was_not_measured_is_replaced_by_its_relative() -> None:
+    """Without pinned copies the pageable ones stand in, and `measured` says so."""
+    gbps = [10.0] * 11
+    whole = measurements(gbps)
+    known = replace(
+        whole, transfers=tuple(t for t in whole.transfers if t.kind == "d2h" and t.memory == "pageable")
+    )
+    rates = Rates(known, shares_host_memory=False)
+    assert rates.line("h2d", "pinned") == rates.line("d2h", "pageable")
+    assert not rates.measured("h2d", "pinned")
+    assert rates.measured("d2h", "pageable")
+
+
+def test_threads_add_up_to_what_torchs_own_pool_reaches() -> None:
+    """And never to more."""
+    gbps = [10.0, 1.0, 10.0, 10.0, 10.0, 20.0, 6.0, 1.0, 50.0, 20.0, 6.0]
+    rates = Rates(measurements(gbps), shares_host_memory=True)
+    assert [round(rates.copy_rate(n) / 1e9) for n in (0, 1, 2, 8)] == [20, 6, 12, 20]
+    assert [round(rates.cast_rate("host", n) / 1e9) for n in (0, 1, 2, 8)] == [20, 6, 12, 20]
+    assert round(rates.cast_rate("device", 8) / 1e9) == 50
