@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -28,6 +28,7 @@ Kind = Literal["d2h", "h2d", "h2h"]
 Memory = Literal["pageable", "pinned"]
 State = Literal["cold", "warm"]
 Path = Literal["direct", "pinned", "staged"]
+PATHS: tuple[Path, ...] = get_args(Path)
 Cast = Literal["device", "host"]
 Accumulate = Literal["device", "host"]
 Scalar = str | int | float | bool | None
@@ -481,7 +482,7 @@ class Settings(Record, frozen=True, kw_only=True):
 
     enabled: bool = True
     """False returns the configuration untouched and measures nothing."""
-    path: Literal["auto", "direct", "pinned", "staged", "deepspeed"] = "auto"
+    path: Literal["auto", Path, "deepspeed"] = "auto"
     """The gradient path; "deepspeed" keeps DeepSpeed's own code."""
     cast: Literal["auto", "device", "host"] = "auto"
     """Where 16-bit gradients become fp32."""

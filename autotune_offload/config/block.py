@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autotune_offload.errors import ConfigError
-from autotune_offload.records import Settings
+from autotune_offload.records import PATHS, Settings
 
 BLOCK = "autotune_offload"
 """Our top-level block. DeepSpeed ignores top-level keys that it does not know."""
@@ -116,7 +116,7 @@ def _keys(value: object) -> tuple[str, ...]:
 
 _CHECKS: dict[str, Callable[[object], Any]] = {
     "enabled": _flag,
-    "path": _one_of("direct", "pinned", "staged", "deepspeed"),
+    "path": _one_of(*PATHS, "deepspeed"),
     "cast": _one_of("device", "host"),
     "buffer_bytes": _size(1),
     "buffer_count": _whole(1),

@@ -14,10 +14,13 @@ from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.errors import ConfigError
 from autotune_offload.machine.device import Device
 from autotune_offload.paths.page_locking import PinRules
-from autotune_offload.records import Candidate, Choice, Settings, Workload
+from autotune_offload.records import PATHS, Candidate, Choice, Settings, Workload
 
 PARAMETERS = ("path", "cast", "buffer_bytes", "buffer_count", "host_threads")
 """The fields of a candidate that tell it from the others."""
+
+PINS = {"direct": 0, "staged": 1, "pinned": 2}
+"""The paths by how much they page-lock: a near tie goes to the least."""
 
 _BUFFER_BYTES = tuple(1 << power for power in range(18, 26))
 """256 KiB to 32 MiB: below, the cost of each piece dominates; above, no curve gains."""
@@ -117,7 +120,7 @@ def _options(device: Device, workload: Workload, steer: Settings) -> list[Sequen
             f"buffer_bytes is {steer.buffer_bytes}; expected at least 4, the bytes of one fp32 element"
         )
     ours: dict[str, Sequence[Any]] = {
-        "path": ("direct", "pinned", "staged"),
+        "path": PATHS,
         "cast": ("device", "host"),
         "buffer_bytes": _buffer_sizes(workload),
         "buffer_count": _BUFFER_COUNTS,

@@ -9,7 +9,7 @@ from autotune_offload.decide.entrant import Entrant
 from autotune_offload.decide.verdict import Verdict
 from autotune_offload.machine import limits
 from autotune_offload.paths.page_locking import flat_blocks
-from autotune_offload.records import Baseline, Candidate, Choice
+from autotune_offload.records import PATHS, Baseline, Candidate, Choice
 
 NOT_HERE = "page-locked memory is not on offer here"
 
@@ -94,7 +94,7 @@ def _not_tried(verdict: Verdict) -> Iterator[str]:
         why = f"{NOT_HERE}: {verdict.rules.not_on_offer}"
         yield f"{why}; so the paths pinned and staged were not tried"
         return
-    for path in ("direct", "pinned", "staged"):
+    for path in PATHS:
         entrants = [e for e in verdict.outcome.candidates if e.record.path == path]
         causes = [e.failed or e.record.rejected for e in entrants]
         failed = any(e.failed for e in entrants)

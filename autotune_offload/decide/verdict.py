@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_offload import spread
-from autotune_offload.decide.candidates import kind
+from autotune_offload.decide.candidates import PINS, kind
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.decide.entrant import Entrant
 from autotune_offload.paths.page_locking import PinRules
@@ -25,9 +25,6 @@ _FAR = 2.0
 _FEW_ROUNDS = 3
 _UNREPEATED = 0.25
 """Taken for the noise of two entrants that ran in fewer rounds together than that: it cannot be seen."""
-
-PINS = {"direct": 0, "staged": 1, "pinned": 2}
-"""The paths by how much they page-lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,13 @@ from autotune_offload.machine.device import Device
 from autotune_offload.paths.destination import DestinationPath
 from autotune_offload.paths.path import GradientPath, Spec
 from autotune_offload.paths.ring import StagedPath
+from autotune_offload.records import Path
+
+_PATHS: dict[Path, type[GradientPath]] = {
+    "direct": DestinationPath,
+    "pinned": DestinationPath,
+    "staged": StagedPath,
+}
 
 
 def build(device: Device, spec: Spec, dtype: torch.dtype) -> GradientPath:
@@ -23,6 +30,4 @@ def build(device: Device, spec: Spec, dtype: torch.dtype) -> GradientPath:
             f"{spec.path} with {spec.buffer_count} buffers of {spec.buffer_bytes} bytes and "
             f"{spec.host_threads} host threads: expected at least one buffer of 4 bytes and no negative number"
         )
-    if spec.path == "staged":
-        return StagedPath(device, spec, dtype)
-    return DestinationPath(device, spec, dtype)
+    return _PATHS[spec.path](device, spec, dtype)

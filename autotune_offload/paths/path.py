@@ -62,7 +62,7 @@ def destination_memory(path: Path) -> Memory:
 
 def page_locks(path: Path) -> bool:
     """Whether this path takes page-locked memory at all."""
-    return path != "direct"
+    return path in ("pinned", "staged")
 
 
 class GradientPath(ABC):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autotune_offload.errors import PinError
 from autotune_offload.machine.device import Device
+from autotune_offload.paths.path import page_locks
 from autotune_offload.profiles.store import Miss
 from autotune_offload.records import Limits, Memory, Profile, Transfer
 
@@ -52,7 +53,7 @@ def doubt(profile: Profile, device: Device, limits: Limits) -> Miss | None:
 
 def _pins(profile: Profile) -> bool:
     choice = profile.choice
-    return choice.path != "direct" or choice.pin_optimizer or choice.pin_parameters
+    return page_locks(choice.path) or choice.pin_optimizer or choice.pin_parameters
 
 
 def _too_large(profile: Profile, limits: Limits) -> str | None:
@@ -103,7 +104,7 @@ def _point(profile: Profile, device: Device) -> Transfer | None:
     process may keep off its core for longer than all this takes.
     """
     kind, threads = ("h2h", 1) if device.shares_host_memory else ("d2h", 0)
-    pinned = profile.choice.path != "direct" or profile.choice.pin_optimizer
+    pinned = page_locks(profile.choice.path) or profile.choice.pin_optimizer
     memory: Memory = "pinned" if pinned else "pageable"
     fitting = [
         point

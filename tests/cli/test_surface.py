@@ -15,7 +15,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from autotune_offload.cli import cli, options
+from autotune_offload.cli import cli, options, probe
+from autotune_offload.records import PATHS
 from autotune_offload.units import significant
 
 FILE = Path(__file__).with_name("surface.txt")
@@ -65,6 +66,13 @@ def _parameter(each: click.Parameter) -> str:
 
 def _kind(kind: click.ParamType[Any]) -> str:
     return "|".join(map(str, kind.choices)) if isinstance(kind, click.Choice) else kind.name
+
+
+def test_every_path_can_be_asked_for() -> None:
+    """The command line has a list of its own, so that `--help` loads no records."""
+    (path,) = (each for each in probe.command.params if each.name == "path")
+    assert isinstance(path.type, click.Choice)
+    assert path.type.choices == ("auto", *PATHS, "deepspeed")
 
 
 def test_the_surface_is_the_one_that_was_agreed() -> None:

@@ -21,12 +21,11 @@ from autotune_offload.paths.build import build
 from autotune_offload.paths.path import GradientPath, destination_memory, widen_in_place
 from autotune_offload.paths.stock import stock_path
 from autotune_offload.paths.threads import HostThreads
-from autotune_offload.records import Cast, Path
+from autotune_offload.records import PATHS, Cast, Path
 from autotune_offload.upstream import STOCK_SEQUENCES, named_sequence, stock_sequence
 from tests.fakes import DeferredDevice, junk
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-PATHS: list[Path] = ["direct", "pinned", "staged"]
 CASTS: list[Cast] = ["device", "host"]
 SIZES = [1, 2, 999, 1000, 1001, 4096, 5003]
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from autotune_offload.decide.candidates import PARAMETERS, effective
 from autotune_offload.paths.build import build
 from autotune_offload.paths.path import destination_memory
 from autotune_offload.paths.rates import Rates
 from autotune_offload.paths.stages import Lane, Stages, stages
 from autotune_offload.paths.stock import stock_path
-from autotune_offload.records import Baseline, Candidate, Cast, Memory, Path
+from autotune_offload.records import PATHS, Baseline, Candidate, Cast, Memory, Path
 from autotune_offload.upstream import STOCK_SEQUENCES, named_sequence
-from tests.decide.test_cost_model import measurements
+from tests.decide.test_cost_model import WORKLOAD, measurements
 from tests.fakes import DeferredDevice, junk
 
 ELEMENTS = 5003
@@ -74,12 +76,14 @@ def blocks(device: DeferredDevice) -> bool:
 @each_dtype
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("cast", ["device", "host"])
-@pytest.mark.parametrize("path", ["direct", "pinned", "staged"])
+@pytest.mark.parametrize("path", PATHS)
 def test_the_stages_of_a_path_are_what_its_class_does(
     path: Path, cast: Cast, threads: int, dtype: torch.dtype
 ) -> None:
     """As many bytes are cast, cross the link and are written on the host, in as many pieces, and who waits waits."""
-    device, way = Counting(), candidate(path, cast, threads)
+    device, load = Counting(), replace(WORKLOAD, dtype=str(dtype).removeprefix("torch."))
+    asked = {name: getattr(candidate(path, cast, threads), name) for name in PARAMETERS}
+    way = Candidate(**dict(zip(PARAMETERS, effective(device, load, asked), strict=True)))
     pinned = destination_memory(path) == "pinned"
     target = device.pinned_empty(ELEMENTS, torch.float32) if pinned else junk(ELEMENTS, torch.float32)
     built = build(device, way, dtype)
@@ -95,7 +99,7 @@ def test_the_stages_of_a_path_are_what_its_class_does(
     copy = next(work for work in through.work if work.lane == "link")
     assert blocks(device) == (copy.waits and not through.buffers)
     host = [work.waits for work in through.work if work.lane == "host"]
-    assert host == ([] if not device.calls["host"] else [threads == 0])
+    assert host == ([] if not device.calls["host"] else [way.host_threads == 0])
 
 
 @each_dtype
