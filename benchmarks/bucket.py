@@ -33,6 +33,7 @@ from autotune_offload.paths.path import destination_memory
 from autotune_offload.paths.stock import stock_path
 from autotune_offload.records import Choice, Memory, Profile, Workload
 from autotune_offload.upstream import named_sequence
+from benchmarks.goals import Goal, judged
 from benchmarks.output import reporting
 from benchmarks.regret import MODELS, described_workload
 
@@ -55,11 +56,11 @@ class Row:
     ours_chosen_seconds: float
 
     @property
-    def within(self) -> bool:
-        """Whether the chosen bucket costs nothing."""
-        return (
-            self.ours_chosen_seconds <= SLOWER * self.ours_default_seconds
-            and self.stock_chosen_seconds <= SLOWER * self.stock_default_seconds
+    def over_default(self) -> float:
+        """The backward pass with the chosen bucket over that with DeepSpeed's, whichever code offloads."""
+        return max(
+            self.ours_chosen_seconds / self.ours_default_seconds,
+            self.stock_chosen_seconds / self.stock_default_seconds,
         )
 
     def __str__(self) -> str:
@@ -182,8 +183,16 @@ def main() -> int:
                     break
                 rows.append(row)
                 print(row, flush=True)
+        status = judged(
+            Goal(
+                name=f"{row.machine} at {row.tflops:g} TFLOP/s, the chosen bucket over the default",
+                found=row.over_default,
+                most=SLOWER,
+            )
+            for row in rows
+        )
         emit({"model": options.model, "ranks": options.ranks, "rows": [asdict(row) for row in rows]})
-    return 0 if all(row.within for row in rows) else 1
+    return status
 
 
 if __name__ == "__main__":

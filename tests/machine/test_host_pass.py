@@ -282,4 +282,4 @@ def test_the_wheel_contains_the_source(tmp_path: Path) -> None:
         timeout=120,
     )
     (wheel,) = tmp_path.glob("*.whl")
-    assert "autotune_offload/widen.c" in zipfile.ZipFile(wheel).namelist()
+    assert "autotune_offload/machine/widen.c" in zipfile.ZipFile(wheel).namelist()

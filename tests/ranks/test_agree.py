@@ -25,7 +25,7 @@ from autotune_offload.ranks.ballots import ballot
 from autotune_offload.ranks.group import Group
 from autotune_offload.ranks.turns import turn_on_host
 from autotune_offload.records import DeviceIdentity, Profile, ZeroSizes
-from benchmarks.agreement import CountingStore
+from benchmarks.stores import CountingStore
 from tests.factories import make_choice, make_profile
 
 CUDA = make_profile().device
