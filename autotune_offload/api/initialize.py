@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotune_offload.api import reached
 from autotune_offload.api.call import (
     configuration,
     data_parallel_ranks,
@@ -68,6 +69,7 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
             hand_over(call, config)
             result = deepspeed.initialize(*rest, **call)
     carried = _carried_out(result[0], decided)
+    reached.say(None if carried.profile is not None else "; ".join(carried.notices))
     with contextlib.suppress(TypeError):  # an engine that takes no weak reference has no report
         reports[result[0]] = carried
     return result
