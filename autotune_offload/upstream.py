@@ -108,6 +108,10 @@ PERSISTENCE_ELEMENTS = 100_000
 SUB_GROUP_ELEMENTS = 1_000_000_000
 """The ZeRO-3 sizes where the configuration names none (`runtime/zero/config.py`, the same in all of them)."""
 
+PARAM_BUFFER_COUNT, PARAM_BUFFER_ELEMENTS, MAX_IN_CPU_ELEMENTS = 5, 100_000_000, 1_000_000_000
+OPTIMIZER_BUFFER_COUNT = 4
+"""What the sections take for NVMe where they name nothing (`runtime/zero/offload_config.py`, the same in all)."""
+
 # -- how its ZeRO-3 optimizer moves gradients -----------------------------------------------------
 
 STAGE3 = "DeepSpeedZeroOptimizer_Stage3"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotune_offload.api import reached
 from autotune_offload.api.call import configuration, emptied, init_distributed, named, working
 from autotune_offload.api.deciding import (
     Decided,
@@ -53,6 +54,7 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
     with contextlib.suppress(Exception):  # an engine that takes no weak reference has no report
         reports[result[0]] = call.decided.report
     carried = _carried_out(result[0], call.decided)
+    reached.say(None if carried.profile is not None else "; ".join(carried.notices))
     with contextlib.suppress(Exception):
         reports[result[0]] = carried
     return result

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
-from autotune_offload.cli import options
+from autotune_offload.cli import options, parent
 from autotune_offload.cli.output import emit_json
 
 HOOK = Path(__file__).resolve().parents[1] / "api" / "hook"
@@ -35,8 +37,8 @@ def command(*, environment: bool, as_json: bool, command: tuple[str, ...]) -> No
     """Run COMMAND with every deepspeed.initialize and zero.Init below it tuned.
 
     COMMAND is a Python script, -m and a module, or a launcher such as deepspeed, torchrun or accelerate with its
-    own arguments. It takes the place of this process: arguments, exit status, signals and output are its own.
-    What was chosen goes to stderr. AUTOTUNE_OFFLOAD=0 in the environment runs it untuned.
+    own arguments. Arguments, exit status, signals and output are its own. What was chosen goes to stderr, and at
+    the end in which processes. AUTOTUNE_OFFLOAD=0 in the environment runs it untuned.
 
     --json goes with --environment alone, since stdout is COMMAND's.
     """
@@ -53,7 +55,10 @@ def command(*, environment: bool, as_json: bool, command: tuple[str, ...]) -> No
         )
     if not command:
         raise click.UsageError("no command; expected a script, -m MODULE, or a launcher and its arguments")
-    _become(_resolved(command), {**os.environ, **variables})
+    resolved, its_environment = _resolved(command), {**os.environ, **variables}
+    if os.environ.get("AUTOTUNE_OFFLOAD") == "0" or not parent.possible():
+        _become(resolved, its_environment)
+    _watched(resolved, its_environment)
 
 
 def _with_hook(path: str) -> str:
@@ -87,6 +92,22 @@ def _resolved(command: tuple[str, ...]) -> list[str]:
     if found is None:
         raise click.UsageError(f'no script and no program "{command[0]}"; looked in {Path.cwd()} and on PATH')
     return [found, *command[1:]]
+
+
+def _watched(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Run the command, end as it ends, and say before in which processes DeepSpeed was tuned."""
+    from autotune_offload.api import reached
+
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with tempfile.TemporaryDirectory(prefix="autotune-offload-run-", ignore_cleanup_errors=True) as folder:
+        try:
+            status = parent.run(command, {**environment, reached.VARIABLE: folder})
+        except OSError as error:
+            raise click.UsageError(f'"{command[0]}" cannot be run: {error.strerror}') from error
+        with contextlib.suppress(OSError):
+            click.echo(f"autotune-offload run: {reached.read(Path(folder)).sentence()}", err=True)
+    parent.end_as(status)
 
 
 def _become(command: list[str], environment: dict[str, str]) -> NoReturn:

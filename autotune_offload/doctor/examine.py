@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune_offload.config import reading
-from autotune_offload.doctor.checks import builds, machine, pinning, profiles, software
+from autotune_offload.doctor.checks import builds, host_memory, machine, pinning, profiles, software
 from autotune_offload.doctor.checks import config as config_checks
 from autotune_offload.doctor.checks.case import Case
 from autotune_offload.doctor.self_report import ask
@@ -131,7 +131,8 @@ HOST_CHECKS: dict[str, Check] = {
     "pin-backend": pinning.pin_backend,
     "memlock": pinning.memlock,
     "cgroup": pinning.cgroup,
-    "memory": pinning.memory,
+    "memory": host_memory.memory,
+    "unified-memory": host_memory.unified_memory,
     "link": machine.link,
     "numa": machine.numa,
     "threads": machine.threads,

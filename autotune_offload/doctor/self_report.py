@@ -171,7 +171,19 @@ def _device() -> dict[str, Any]:
     from autotune_offload.machine.accelerator import AcceleratorDevice
     from autotune_offload.records import to_plain
 
-    return dict(to_plain(AcceleratorDevice().identity))
+    identity = AcceleratorDevice().identity
+    return {**to_plain(identity), "integrated": _integrated(identity.kind, identity.index)}
+
+
+def _integrated(kind: str, index: int) -> bool:
+    """Whether the device has no memory of its own, as far as torch says."""
+    import torch
+
+    try:
+        properties = getattr(torch, kind).get_device_properties(index)
+    except (AttributeError, RuntimeError, AssertionError, TypeError, ValueError):
+        return False  # the CPU, and a device whose properties torch does not have
+    return any(bool(getattr(properties, name, False)) for name in ("is_integrated", "is_integrated_gpu"))
 
 
 def _nvml_link() -> dict[str, int] | None:

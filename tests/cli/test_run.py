@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
+import psutil
 import pytest
 
 from autotune_offload.cli.run import HOOK
@@ -56,7 +61,8 @@ def test_a_script_sees_what_it_sees_without_us(tmp_path: Path, separator: list[s
     ours = done(*RUN, *separator, *arguments, cwd=tmp_path)
     plain = done(sys.executable, *arguments, cwd=tmp_path)
     assert ours.returncode == plain.returncode == 7
-    assert (ours.stdout, ours.stderr) == (plain.stdout, "")
+    assert ours.stdout == plain.stdout
+    assert ours.stderr.startswith("autotune-offload run: nothing was tuned") and ours.stderr.count("\n") == 1
     assert json.loads(ours.stdout)["argv"] == arguments
 
 
@@ -78,13 +84,59 @@ def test_a_program_is_found_on_path_or_beside_python(tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_the_script(tmp_path: Path) -> None:
-    """It is the process itself: it handles the signal, or dies of it."""
+    """It handles the signal, or dies of it; either way `run` ends as it ends."""
+    for source, code in (("", -signal.SIGTERM), ("signal.signal(15, lambda *a: sys.exit(9))", 9)):
+        script = tmp_path / "wait.py"
+        script.write_text(f"import signal, sys, time\n{source}\nprint('up', flush=True)\ntime.sleep(60)\n")
+        with subprocess.Popen([*RUN, "--", str(script)], stdout=subprocess.PIPE, env=environment()) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"up\n"
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(20) == code
+
+
+def test_what_ends_run_ends_the_script(tmp_path: Path) -> None:
+    """SIGKILL to the process that was started is meant for what it runs."""
     script = tmp_path / "wait.py"
-    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     with subprocess.Popen([*RUN, "--", str(script)], stdout=subprocess.PIPE, env=environment()) as child:
-        assert child.stdout is not None and child.stdout.readline() == b"up\n"
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(20) == -signal.SIGTERM
+        assert child.stdout is not None
+        below = psutil.Process(int(child.stdout.readline()))
+        child.kill()
+        assert not psutil.wait_procs([below], timeout=20)[1]
+
+
+def test_what_the_terminal_sends_arrives_once(tmp_path: Path) -> None:
+    """Ctrl-C goes to all processes of a terminal; `run` does not send it again."""
+    script = tmp_path / "count.py"
+    script.write_text(
+        "import signal, sys, time\nheard = []\nsignal.signal(2, lambda *a: heard.append(1))\n"
+        "print('up', flush=True)\ntime.sleep(2)\nprint('heard', len(heard), flush=True)\n"
+    )
+    leader, end = pty.openpty()
+    with subprocess.Popen(
+        [*RUN, "--", str(script)],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        env=environment(),
+        preexec_fn=_own_terminal,
+    ) as child:
+        os.close(end)
+        with open(leader, "rb", buffering=0) as terminal:
+            said = b""
+            while b"up" not in said:
+                said += terminal.read(1000)
+            os.write(leader, b"\x03")
+            with contextlib.suppress(OSError):  # EIO: the last process has closed it
+                while chunk := terminal.read(1000):
+                    said += chunk
+        assert child.wait(20) == 0
+    assert b"heard 1" in said
+
+
+def _own_terminal() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +155,58 @@ def test_what_cannot_be_run_is_bad_usage(words: list[str], said: str) -> None:
     ended = done(*RUN, *words)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert said in " ".join(ended.stderr.split())
+
+
+# -- what is said at the end ------------------------------------------------------------------------
+
+SAYS = "from autotune_offload.api import reached; import os; reached.say(os.environ.get('WHY'))"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ('python -c "$SAYS"', "tuned in 1 process (rank 0)"),
+        (
+            'for RANK in 0 1 2; do RANK=$RANK LOCAL_WORLD_SIZE=3 python -c "$SAYS"; done',
+            "tuned in 3 processes (ranks 0, 1, 2)",
+        ),
+        (
+            'RANK=1 LOCAL_WORLD_SIZE=2 python -c "$SAYS"',
+            "tuned in 1 process (rank 1); 1 of the 2 ranks of this host did not report",
+        ),
+        ('WHY="no room" python -c "$SAYS"', "nothing was tuned; left untuned in 1 call: no room"),
+        (
+            "PYTHONPATH=/nowhere python -c 1; python -I -c 1",
+            "no deepspeed.initialize was seen below the command (0 Python processes ran with this package in place",
+        ),
+        (
+            "python -c 1; python -c 1",
+            "(2 Python processes ran with this package in place, 0 of them imported",
+        ),
+    ],
+)
+def test_run_says_at_the_end_which_processes_reported(tmp_path: Path, script: str, said: str) -> None:
+    """One line, also where nothing could be reached: untuned is never without a word."""
+    python = str(Path(sys.executable).parent)
+    ended = done(*RUN, "--", "/bin/sh", "-c", script, SAYS=SAYS, PATH=f"{python}:{os.environ['PATH']}")
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("autotune-offload run: ")]
+    assert said in line
+    assert ended.returncode == 0
+
+
+def test_a_real_engine_reports_itself(tmp_path: Path) -> None:
+    """DeepSpeed imported, wrapped, and called: what `initialize` decided is what is said."""
+    (tmp_path / "train.py").write_text(
+        "import torch, deepspeed\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "deepspeed.initialize(model=model, model_parameters=model.parameters(), config={\n"
+        "  'train_micro_batch_size_per_gpu': 1, 'zero_optimization': {'stage': 0},\n"
+        "  'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}}})\n"
+    )
+    ended = done(*RUN, "--", "train.py", cwd=tmp_path, DS_ACCELERATOR="cpu", MASTER_PORT="29741", **RANK)
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("autotune-offload run: nothing was tuned; left untuned in 1 call: "), ended.stderr
+    assert "nothing is offloaded" in line
 
 
 # -- the environment for jobs whose command line cannot change --------------------------------------

@@ -471,8 +471,8 @@ def test_a_cgroup_below_the_hosts_ram_is_told_with_its_file(case: Case, root: Pa
     assert "--mem" in finding.fix
 
 
-def small(root: Path, mib: int = 64) -> None:
-    """A host with so much memory free."""
+def small(root: Path, mib: int = 330) -> None:
+    """A host with so much memory free: by default enough for the model's state, not for pinning it."""
     write(root, "proc/meminfo", f"MemAvailable: {mib * 1024} kB\n")
 
 
@@ -495,7 +495,7 @@ def test_without_the_users_own_model_what_does_not_fit_is_a_notice(case: Case, r
 
 def test_parameters_are_pinned_whatever_the_config_says(case: Case, root: Path) -> None:
     """DeepSpeed's flat copy counts with `pin_memory: false`; the optimizer alone, unpinned, needs nothing."""
-    small(root, 32)
+    small(root, 310)
     unpinned = {name: {"device": "cpu", "pin_memory": False} for name in PINNED}
     assert only(configured(case, {"stage": 3, **unpinned}), "memory").severity == "will break"
     optimizer = {"offload_optimizer": unpinned["offload_optimizer"]}
@@ -513,6 +513,66 @@ def test_where_nothing_is_pinned_memory_is_no_matter(case: Case, root: Path) -> 
     """The CPU accelerator returns pageable memory."""
     small(root)
     assert found(saying(case, device=CPU), "memory") == []
+
+
+def unpinned(device: str = "cpu", **section: Any) -> dict[str, Any]:
+    """An offload section that page-locks nothing by itself."""
+    return {"device": device, "pin_memory": False, **section}
+
+
+@pytest.mark.parametrize(
+    ("zero", "keeps"),
+    [
+        ({"stage": 3, "offload_optimizer": unpinned()}, "keeps 0.28 GB"),
+        ({"stage": 3, "offload_optimizer": unpinned(), "offload_param": unpinned()}, "keeps 0.311 GB"),
+        ({"stage": 2, "offload_optimizer": unpinned()}, "keeps 0.28 GB"),
+        ({"stage": 3, "offload_param": unpinned("nvme", nvme_path="/n", buffer_size=1e9)}, "keeps 10 GB"),
+    ],
+    ids=["optimizer", "both", "stage 2", "buffers for NVMe"],
+)
+def test_state_that_does_not_fit_will_end_the_process(
+    case: Case, root: Path, zero: dict[str, Any], keeps: str
+) -> None:
+    """The kernel's exit -9, page-locked or not: the number, its parts, and who says what there is."""
+    small(root, 200)
+    finding = only(configured(case, zero), "memory")
+    assert finding.severity == "will break"
+    assert keeps in finding.found and "page-locked or not" in finding.found
+    assert "MemAvailable" in finding.found and "-9" in str(finding.costs)
+    small(root, 20_000)
+    assert found(configured(case, zero), "memory") == []
+
+
+def test_a_cgroup_bounds_the_state_and_swap_is_no_room(case: Case, root: Path) -> None:
+    """The host has plenty; the container does not."""
+    v2(root, "/pod")
+    write(root, "sys/fs/cgroup/pod/memory.max", str(200 << 20))
+    write(root, "proc/meminfo", f"MemAvailable: {64 * GIB // 1024} kB\nSwapTotal: {64 * GIB // 1024} kB\n")
+    finding = only(configured(case, {"stage": 3, "offload_optimizer": unpinned()}), "memory")
+    assert "pod/memory.max" in finding.found and "swap would be written" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("answer", "unified"),
+    [
+        ({"name": "NVIDIA GB10"}, True),
+        ({"name": "Orin", "integrated": True}, True),
+        ({"name": "AMD Instinct MI300A"}, True),
+        ({"name": "NVIDIA GH200 480GB", "integrated": False}, False),
+        ({"name": "AMD Instinct MI300X"}, False),
+    ],
+    ids=lambda answer: answer["name"] if isinstance(answer, dict) else "",
+)
+def test_offload_to_the_memory_that_the_device_has_itself_frees_nothing(
+    case: Case, answer: dict[str, Any], unified: bool
+) -> None:
+    """One memory for both: it costs where a config offloads to the CPU, and nothing on a disk."""
+    case = saying(case, device={**CUDA, **answer})
+    assert [f.severity for f in found(case, "unified-memory")] == ["notice"] * unified
+    to_cpu = configured(case, {"stage": 3, "offload_optimizer": unpinned()})
+    assert [f.severity for f in found(to_cpu, "unified-memory")] == ["costs"] * unified
+    to_disk = configured(case, {"stage": 3, "offload_param": unpinned("nvme", nvme_path="/n")})
+    assert found(to_disk, "unified-memory") == []
 
 
 # -- link, nodes, threads -------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def memlock(case: Case) -> Iterator[Finding]:
     bound = next((bound for bound in limits.bounds if bound.name == "memlock"), None)
     if bound is None:
         return
-    workload, whose, _ = _model(case)
+    workload, whose, _ = model(case)
     blocks = _blocks(case, workload)
     if _backend(case) == "native":
         if blocks and sum(blocks) > bound.bytes:
@@ -98,12 +98,13 @@ def cgroup(case: Case) -> Iterator[Finding]:
         )
 
 
-def memory(case: Case) -> Iterator[Finding]:
-    """Whether what DeepSpeed would page-lock fits RAM, cgroup and node."""
-    workload, whose, known = _model(case)
+def memory(case: Case, kept_bytes: int) -> Iterator[Finding]:
+    """Whether what DeepSpeed would page-lock fits RAM, cgroup and node, within all that a rank keeps on the host."""
+    workload, whose, known = model(case)
     blocks = _blocks(case, workload)
     limits = machine_limits.limits(root=case.root, pin_backend="torch", ranks_per_host=case.ranks)
-    why = machine_limits.check_pinned(blocks, limits) if blocks else None
+    beside = max(kept_bytes - sum(blocks), 0)
+    why = machine_limits.check_pinned(blocks, limits, beside_bytes=beside) if blocks else None
     if why is None:
         return
     found, _, raise_by = why.partition("; to raise it: ")
@@ -119,7 +120,7 @@ def memory(case: Case) -> Iterator[Finding]:
     )
 
 
-def _model(case: Case) -> tuple[Workload, str, bool]:
+def model(case: Case) -> tuple[Workload, str, bool]:
     """The model that sizes are counted for, in words, and whether it is the user's own."""
     profile = case.profile()
     if profile is not None:
