@@ -19,8 +19,9 @@ from autotune_offload.records import Record
 PIECE_ELEMENTS = 1 << 18
 """8 MB of traffic, a fraction of a millisecond: long against handing it out, short against a sub-group."""
 
-_SPARE_SLOTS = 2
-"""Buffers on their way to the device, beside one that each thread fills."""
+_QUEUED, _ON_THEIR_WAY = 1, 2
+"""Buffers of the ring beside those that threads are filling: so that no thread waits for the next piece to be handed
+out, nor for a copy that has just begun."""
 
 
 class Progress:
@@ -141,7 +142,7 @@ class Pieces:
             ring.send(number, rounded[begin:end])
 
         for number in range(len(progress.done)):
-            if len(under_way) == len(ring):
+            if len(under_way) == threads + _QUEUED:
                 hand_over()
             begin, end = progress.bounds(number)
             slot = ring.free(number)[: end - begin]
@@ -150,11 +151,10 @@ class Pieces:
             hand_over()
 
     def _ring(self, dtype: torch.dtype, threads: int) -> _Ring:
-        ring = self._rings.get(dtype)
-        if ring is None or len(ring) < threads + _SPARE_SLOTS:
+        ring, count = self._rings.get(dtype), threads + _QUEUED + _ON_THEIR_WAY
+        if ring is None or len(ring) < count:
             if ring is not None:
                 ring.close()
-            count = threads + _SPARE_SLOTS
             ring = _Ring(self.device, count, self.piece_elements, dtype, page_lock=self._page_lock)
             self._rings[dtype] = ring
         return ring

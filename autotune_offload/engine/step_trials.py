@@ -13,7 +13,7 @@ OWN = 0
 
 ROUNDS = 5
 _HOPELESS = 1.5
-"""A way that took so many times the fastest's time in the first round is not timed again."""
+"""A number of threads that took so many times the best's time in the first round is not timed again."""
 
 
 class StepChoice(Record, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class Trials:
     """Steps in turn by each way, each round in another order."""
 
     def __init__(self, ways: Sequence[int], rounds: int = ROUNDS) -> None:
-        """`ways` begins with `OWN`."""
+        """`ways` begins with `OWN`, and has another."""
         self._ways = list(ways)
         self._rounds = rounds
         self._round = 0
@@ -57,9 +57,8 @@ class Trials:
             return
         self._round += 1
         if self._round == 1:
-            best = min(times[0] for times in self._seconds.values())
-            keep = [way for way in self._ways if way == OWN or self._seconds[way][0] <= _HOPELESS * best]
-            self._ways = keep
+            best = min(self._seconds[way][0] for way in self._ways if way != OWN)
+            self._ways = [w for w in self._ways if w == OWN or self._seconds[w][0] <= _HOPELESS * best]
         if self._round < self._rounds:
             turn = self._round % len(self._ways)
             self._left = self._ways[turn:] + self._ways[:turn]
@@ -69,8 +68,6 @@ class Trials:
         timed = {way: self._seconds[way] for way in self._ways}
         medians = {way: statistics.median(times) for way, times in timed.items()}
         fused = [way for way in self._ways if way != OWN]
-        if not fused:
-            return StepChoice(threads=OWN, seconds=medians, reason=_far_behind(medians))
         best = min(fused, key=medians.__getitem__)
         bound = medians[best] + interquartile_range(timed[best])
         threads = min(way for way in fused if medians[way] <= bound)
@@ -80,20 +77,19 @@ class Trials:
         return StepChoice(threads=threads, seconds=medians, reason=_kept(medians, threads))
 
 
-def _far_behind(medians: dict[int, float]) -> str:
-    return f"DeepSpeed's own step took {_ms(medians[OWN])}, and the pass more than {_HOPELESS} times that"
-
-
 def _no_faster(medians: dict[int, float], threads: int, noise: float) -> str:
     return (
-        f"DeepSpeed's own step took {_ms(medians[OWN])} and the pass {_ms(medians[threads])} with {threads} threads, "
-        f"which is no more apart than the {_ms(noise)} by which steps scatter"
+        f"the pass is not faster beyond the noise: {_ms(medians[threads])} with {_threads(threads)} against "
+        f"{_ms(medians[OWN])} of DeepSpeed's own, and steps scatter by {_ms(noise)}"
     )
 
 
 def _kept(medians: dict[int, float], threads: int) -> str:
-    plural = "s" if threads > 1 else ""
-    return f"{_ms(medians[threads])} with {threads} host thread{plural} against {_ms(medians[OWN])} of DeepSpeed's own"
+    return f"{_ms(medians[threads])} with {_threads(threads)} against {_ms(medians[OWN])} of DeepSpeed's own"
+
+
+def _threads(count: int) -> str:
+    return f"{count} host thread{'s' * (count > 1)}"
 
 
 def _ms(seconds: float) -> str:
