@@ -21,6 +21,7 @@ from autotune_offload.api.probe import load_plan, probe
 from autotune_offload.api.report import Report, shown
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
+from autotune_offload.engine.step_attach import StepSpec
 from autotune_offload.errors import AutotuneError, ProfileError, UndecidedError
 from autotune_offload.interruption import cleaned_up
 from autotune_offload.machine import host
@@ -53,6 +54,8 @@ class Decided(Record, frozen=True, kw_only=True):
     config: dict[str, Any] | None
     report: Report
     carry_path: bool = False
+    step: StepSpec | None = None
+    """How the step is made; None where it is none of ours."""
     device: AcceleratorDevice | None = None
     strict: bool = False
 
@@ -145,13 +148,22 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         source=found.source,
     )
     decided = Decided(
-        config=tuned.config, report=report_, carry_path=carry_path, device=device, strict=settings.strict
+        config=tuned.config,
+        report=report_,
+        carry_path=carry_path,
+        step=_step(settings) if asked.attaches and sections.takes_a_path(config) else None,
+        device=device,
+        strict=settings.strict,
     )
     if agreement is not None:  # the last thing that may fail: from here on the others use it
         agreement.confirm(equal_keys.sizes_digest(tuned.config))
     if asked.says:
         _say((*found.loud, *too_late, *tuned.notices), tuned.changes)
     return decided
+
+
+def _step(settings: records.Settings) -> StepSpec:
+    return StepSpec(step=settings.step, page_lock=settings.max_pinned_bytes != 0)
 
 
 def _say(notices: Iterable[str], changes: Iterable[Change]) -> None:

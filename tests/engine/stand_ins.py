@@ -148,12 +148,14 @@ class DeepSpeedZeroOptimizer_Stage3:
         self.destroyed += 1
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
-        combined_scale = self.loss_scale
+        combined_scale: Any = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
             clip = torch.clamp(clip, min=1.0)
             combined_scale = clip * self.loss_scale
-        self.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(1.0 / combined_scale)
+        gradients = self.fp32_partitioned_groups_flat[sub_group_id].grad
+        assert gradients is not None
+        gradients.mul_(1.0 / combined_scale)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
