@@ -494,6 +494,8 @@ class Settings(Record, frozen=True, kw_only=True):
     """Threads that share a host copy; 0 is torch's own pool."""
     accumulate: Literal["auto", "device", "host"] = "auto"
     """Where the gradients of an accumulation's micro-steps are added up."""
+    step: Literal["auto", "deepspeed", "fused"] = "auto"
+    """How DeepSpeed's CPU Adam makes a step; "deepspeed" keeps its own code, "fused" is one compiled pass."""
     keep: tuple[str, ...] = ()
     """Dotted keys that are never written, whole or relative to ``zero_optimization``."""
     budget_seconds: float | Auto = "auto"

@@ -186,3 +186,32 @@ def stock_sequence(version: tuple[int, int, int]) -> StockSequence:
         if version >= sequence.first:
             return sequence
     return STOCK_SEQUENCES[0]
+
+
+# -- how its ZeRO-3 optimizer makes a step --------------------------------------------------------
+
+UNSCALE, REASSIGN = "unscale_and_clip_grads", "_reassign_or_swap_out_partitioned_parameters"
+UNFLATTEN, POST_STEP = "_unflatten_partitioned_parameters", "_post_step"
+"""Called for each sub-group by `step` in this order, with the inner optimizer's step between the first two, and
+`_post_step` once after all of them; the first three are the same syntax tree in 0.14.5 to 0.19.8."""
+
+NEEDED_BY_STEP = (
+    UNSCALE,
+    REASSIGN,
+    UNFLATTEN,
+    POST_STEP,
+    DESTROY,
+    "fp16_partitioned_groups_flat",
+    "fp32_partitioned_groups_flat",
+    "loss_scale",
+    "clip_grad",
+)
+
+CPU_ADAM = "DeepSpeedCPUAdam"
+CPU_ADAM_OPERATION = "ds_opt_adam"
+"""The instance attribute that holds its compiled operation (`ops/adam/cpu_adam.py`, 0.14.5 to 0.19.8). Its one call
+of a step is `adam_update(id, step, lr, beta1, beta2, eps, weight_decay, bias_correction, weights, gradients,
+exp_avg, exp_avg_sq)`."""
+
+SCHEDULER_MARKS = ("_wrapped_by_lr_sched", "_with_counter")
+"""What torch's learning rate schedulers leave on an optimizer's `step` that they wrap to count its calls."""

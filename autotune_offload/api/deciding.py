@@ -25,6 +25,7 @@ from autotune_offload.api.profile import profile_for
 from autotune_offload.api.report import Report
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
+from autotune_offload.engine.step_attach import StepSpec
 from autotune_offload.errors import UndecidedError
 from autotune_offload.machine import host
 from autotune_offload.machine.accelerator import AcceleratorDevice
@@ -48,6 +49,8 @@ class Decided(Record, frozen=True, kw_only=True):
     config: dict[str, Any] | None
     report: Report
     carry_path: bool = False
+    step: StepSpec | None = None
+    """How the step is made; None where it is none of ours."""
     device: AcceleratorDevice | None = None
     strict: bool = False
 
@@ -150,13 +153,22 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         source=found.source,
     )
     decided = Decided(
-        config=tuned.config, report=report_, carry_path=carry_path, device=device, strict=settings.strict
+        config=tuned.config,
+        report=report_,
+        carry_path=carry_path,
+        step=_step(settings) if asked.attaches and sections.takes_a_path(config) else None,
+        device=device,
+        strict=settings.strict,
     )
     if agreement is not None:  # the last thing that may fail: from here on the others use it
         agreement.confirm(equal_keys.sizes_digest(tuned.config))
     if asked.says:
         say((*found.loud, *too_late, *tuned.notices), tuned.changes)
     return decided
+
+
+def _step(settings: records.Settings) -> StepSpec:
+    return StepSpec(step=settings.step, page_lock=settings.max_pinned_bytes != 0)
 
 
 def _why_not(config: Mapping[str, Any], settings: records.Settings) -> str | None:

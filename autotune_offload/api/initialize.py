@@ -25,6 +25,8 @@ from autotune_offload.api.report import Report, reports
 from autotune_offload.config import reading
 from autotune_offload.engine.attach import attach
 from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.step import StepStatus
+from autotune_offload.engine.step_attach import attach_step
 from autotune_offload.errors import ProfileError
 from autotune_offload.profiles.store import Store
 from autotune_offload.records import Profile, Record, Workload
@@ -53,7 +55,7 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
         result = deepspeed.initialize(*call.args, **call.kwargs)
     with contextlib.suppress(Exception):  # an engine that takes no weak reference has no report
         reports[result[0]] = call.decided.report
-    carried = _carried_out(result[0], call.decided)
+    carried = replace(_carried_out(result[0], call.decided), step=_step(result[0], call.decided))
     reached.say(None if carried.profile is not None else "; ".join(carried.notices))
     with contextlib.suppress(Exception):
         reports[result[0]] = carried
@@ -205,6 +207,19 @@ def _carried_out(engine: Any, decided: Decided) -> Report:
         warn(f"the {choice.path} path was not attached: {cause(error)}; {DOCTOR}", error)
         status = Status(why_not=cause(error))
     return replace(decided.report, path=status)
+
+
+def _step(engine: Any, decided: Decided) -> StepStatus | None:
+    """Make the engine's steps as decided; None where nothing was."""
+    if decided.step is None:
+        return None
+    try:
+        return attach_step(engine, decided.step, decided.device)
+    except Exception as error:  # fail open
+        if decided.strict:
+            raise
+        warn(f"DeepSpeed makes the steps itself: {cause(error)}; {DOCTOR}", error)
+        return StepStatus(why_not=cause(error))
 
 
 def tuned_zero_init(

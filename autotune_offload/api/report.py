@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.step import StepStatus
 from autotune_offload.records import Change, Profile, Record
 
 reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
@@ -29,6 +30,8 @@ class Report(Record, frozen=True, kw_only=True):
     """Where the profile comes from: measured now, or a file."""
     path: Status | None = None
     """What the attached path has done; None where nothing was to be attached."""
+    step: StepStatus | None = None
+    """What has become of the step; None where it is DeepSpeed's without a question."""
     pinned_bytes: Mapping[str, int] = msgspec.field(default_factory=dict)
     """What is really page-locked for this engine, by buffer."""
 
@@ -41,7 +44,9 @@ class Report(Record, frozen=True, kw_only=True):
             return ["autotune-offload: the configuration is unchanged"]
         choice = self.profile.choice
         words = f"path {choice.path}, cast on the {choice.cast}"
-        lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self.carrier()}", "why:"]
+        lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self.carrier()}"]
+        lines += [f"steps made {self.stepper()}"] * (self.step is not None)
+        lines.append("why:")
         return lines + [f"  - {reason}" for reason in choice.reasons]
 
     def carrier(self) -> str:
@@ -59,6 +64,19 @@ class Report(Record, frozen=True, kw_only=True):
             share = self.path.link_bytes / self.path.stock_link_bytes
             words += f"; {share:.0%} of the bytes that DeepSpeed would move over the link"
         return words
+
+    def stepper(self) -> str:
+        """By whom optimizer steps are made, and what is known of it so far, in a few words."""
+        step = self.step
+        if step is None or step.why_not is not None:
+            why_not = "" if step is None else f": {step.why_not}"
+            return f"by DeepSpeed's own code{why_not}"
+        if step.check is None:
+            return "by DeepSpeed's own code, beside which one compiled pass is being compared"
+        words = f"{step.check.elements:,} values of the first {step.check.steps} were DeepSpeed's own to the last bit"
+        if step.choice is None:
+            return f"in turn by DeepSpeed's own code and by one compiled pass, which are being timed; {words}"
+        return f"by one compiled pass; {words}; {step.choice.reason}"
 
     def _times(self, path: Status) -> str:
         """With the path and without; means, since the passes of one accumulation differ."""

@@ -122,6 +122,7 @@ _CHECKS: dict[str, Callable[[object], Any]] = {
     "buffer_count": _whole(1),
     "host_threads": _whole(0),
     "accumulate": _one_of("device", "host"),
+    "step": _one_of("deepspeed", "fused"),
     "keep": _keys,
     "budget_seconds": _seconds,
     "max_pinned_bytes": _size(0),

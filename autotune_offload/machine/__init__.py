@@ -1,4 +1,4 @@
 """What is here: this host, its limits and its bus, and the device that DeepSpeed drives.
 
-From below: procfs, cgroups, allocator, limits, host, bus, host_pass, device, identity, accelerator.
+From below: procfs, cgroups, allocator, limits, host, bus, compiled, host_pass, adam, device, identity, accelerator.
 """

@@ -704,6 +704,6 @@ def test_a_call_that_deepspeed_does_not_know_is_deepspeeds_to_refuse(calls: Call
 def test_settings_cover_every_argument_of_the_block() -> None:
     """A field that is added is looked at here: does it steer the choice?"""
     assert {field.name for field in dataclasses.fields(Settings)} == {
-        *("enabled", "path", "cast", "buffer_bytes", "buffer_count", "host_threads", "accumulate"),
+        *("enabled", "path", "cast", "buffer_bytes", "buffer_count", "host_threads", "accumulate", "step"),
         *("keep", "budget_seconds", "max_pinned_bytes", "wait_seconds", "strict"),
     }

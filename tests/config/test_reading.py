@@ -236,6 +236,7 @@ def test_every_key_is_read() -> None:
         "buffer_count": 3,
         "host_threads": 0,
         "accumulate": "host",
+        "step": "fused",
         "keep": ["offload_param.pin_memory"],
         "budget_seconds": 2,
         "max_pinned_bytes": 1e9,

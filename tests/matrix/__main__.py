@@ -47,6 +47,8 @@ attribute. The default tests run the installed version, 0.19.8."""
 LONGER = ("fp16", "habits")
 """Groups that together take half the time."""
 GROUPS = ("bf16", "fp16", "fp32", "parameters", "checkpointing", "habits", "host", "ranks")
+STEP_GROUPS = ("step", "step_ranks")
+"""With DeepSpeed's CPU Adam, which is compiled for each version, in about a minute: in the matrix only."""
 CHECKOUT = Path(__file__).resolve().parents[2]
 FOLDER = CHECKOUT / ".cache" / "matrix"
 LIMIT_SECONDS = 1800
@@ -94,6 +96,7 @@ def environment(version: str | None, rank: int = 0, ranks: int = 1, port: int = 
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "DS_ACCELERATOR": "cpu",
         "DS_BUILD_OPS": "0",
+        **({} if version is None else {"TORCH_EXTENSIONS_DIR": str(FOLDER / f"{version}.ops")}),
         "LOCAL_SIZE": str(ranks),  # up to 0.15.4 DeepSpeed asks numactl otherwise
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",  # older versions pickle more than weights
         "OMP_NUM_THREADS": "1",
@@ -111,11 +114,15 @@ def run(version: str | None, groups: Iterable[str], limit_seconds: float = LIMIT
     What a process printed last is a difference of its own where it ends early.
     """
     groups, deadline = list(groups), time.monotonic() + limit_seconds
-    halves = [[g for g in groups if g in LONGER], [g for g in groups if g not in {*LONGER, "ranks"}]]
+    apart = {*LONGER, *STEP_GROUPS, "ranks"}
+    halves = [[g for g in groups if g in LONGER], [g for g in groups if g not in apart]]
     results = _finished([_start(version, half, 0, 1, _free_port()) for half in halves if half], deadline)
-    if "ranks" in groups:
-        port = _free_port()
-        results += _finished([_start(version, ["ranks"], rank, 2, port) for rank in range(2)], deadline)
+    if "step" in groups:
+        results += _finished([_start(version, ["step"], 0, 1, _free_port())], deadline)
+    for group in ("ranks", "step_ranks"):
+        if group in groups:
+            port = _free_port()
+            results += _finished([_start(version, [group], rank, 2, port) for rank in range(2)], deadline)
     return results
 
 
@@ -127,8 +134,9 @@ def _free_port() -> int:
 
 
 def _start(version: str | None, groups: list[str], rank: int, ranks: int, port: int) -> subprocess.Popen[str]:
+    module = "tests.matrix.step" if set(groups) <= set(STEP_GROUPS) else "tests.matrix.driver"
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.matrix.driver", *groups],
+        [sys.executable, "-W", "ignore", "-m", module, *groups],
         cwd=CHECKOUT,
         env=environment(version, rank, ranks, port),
         stdout=subprocess.PIPE,
@@ -190,7 +198,8 @@ def main() -> int:
         "versions", nargs="*", metavar="VERSION", help=f"of {', '.join(VERSIONS)}: all of them"
     )
     parser.add_argument("--half", action="store_true", help=f"{', '.join(HALF)}, which tell the most")
-    parser.add_argument("--groups", nargs="*", default=GROUPS, choices=GROUPS)
+    every = (*GROUPS, *STEP_GROUPS)
+    parser.add_argument("--groups", nargs="*", default=every, choices=every)
     options = parser.parse_args()
     versions = options.versions or (HALF if options.half else VERSIONS)
     for number in (signal.SIGTERM, signal.SIGHUP):
