@@ -107,7 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="probes and sweeps (5)")
-    parser.add_argument("--seconds", type=float, default=140, help="after which no repeat is begun (140)")
+    parser.add_argument("--seconds", type=float, default=100, help="after which no repeat is begun (100)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="of a probe (the standard plan's 5)")
     parser.add_argument("--rounds", type=int, default=15, help="of the sweep (15)")
     options = parser.parse_args()

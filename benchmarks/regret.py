@@ -351,7 +351,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     parser.add_argument("--cases", type=int, default=132, metavar="N", help="how many are drawn (132)")
     parser.add_argument("--all", action="store_true", help="the whole product; takes an hour or more")
-    parser.add_argument("--seconds", type=float, default=150, help="after which no case is begun (150)")
+    parser.add_argument("--seconds", type=float, default=130, help="after which no case is begun (130)")
     parser.add_argument("--noise", type=float, default=NOISE, help=f"of the probes ({NOISE})")
     parser.add_argument("--plan", default="standard", help="of the probes (standard)")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, CORES), help="processes")

@@ -43,6 +43,8 @@ def pytest_configure() -> None:
     op_builds.remove_stale_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
     if "DS_ACCELERATOR" not in os.environ and not _accelerator_present():
         os.environ["DS_ACCELERATOR"] = "cpu"
+    # a machine of any number of cores; on a busy one a parallel region waits long for its last thread
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.umask(0o022)
     # `nohup`, and `&` in a script, start a run that ignores them, and every child would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
