@@ -183,9 +183,10 @@ class _Addend(msgspec.Struct, eq=False):
     squares: float = 0.0
 
     def land(self, buffer: Tensor) -> None:
-        """Add, and widen while the sum is in the cache."""
-        self.device.host_add(self.total, buffer)
-        self.added = True
+        """Add, and widen while the sum is in the cache; whoever was interrupted goes on where that was."""
+        if not self.added:
+            self.device.host_add(self.total, buffer)
+            self.added = True
         if self.wide is not None:
             self.squares = self.device.widen(self.wide, self.total)
         self.landed = True
@@ -255,8 +256,11 @@ class HostSums:
         With a fp32 `destination` the sum goes there, too, and the norm of it will be known by `key`. Whatever
         fails here or later, the partition is in the care of `recover`.
         """
-        if low.data_ptr() in self._pending:  # two threads must not add to one sum
-            self.drain()
+        former = self._pending.get(low.data_ptr())
+        if former is not None:
+            if not former.landed:  # two threads must not add to one sum
+                self._ring.drain()
+            self._settle(low.data_ptr())
         partition = _Partition(low, key, list(self._cut(gradient, low, destination)))
         self._pending[low.data_ptr()] = partition
         for piece in partition.pieces:
@@ -274,7 +278,7 @@ class HostSums:
     def drain(self) -> None:
         """Return when everything that was queued has been added, and widened where that was asked for."""
         self._ring.drain()
-        self._settle()
+        self._settle(*self._pending)
 
     def recover(self) -> None:
         """The same after a failure, piece by piece."""
@@ -282,13 +286,17 @@ class HostSums:
         for partition in self._pending.values():
             for piece in partition.pieces:
                 piece.finish()
-        self._settle()
+        self._settle(*self._pending)
 
-    def _settle(self) -> None:
-        done = {at: partition for at, partition in self._pending.items() if partition.landed}
-        self._norms.update({p.key: p.norm() for p in done.values() if p.key is not None})
-        for at in done:
-            del self._pending[at]
+    def _settle(self, *places: int) -> None:
+        """Those that have landed; what a failure left half done waits for `recover`."""
+        for place in places:
+            partition = self._pending[place]
+            if not partition.landed:
+                continue
+            if partition.key is not None:
+                self._norms[partition.key] = partition.norm()
+            del self._pending[place]
 
     def take_norms(self) -> dict[int, float]:
         """Of the partitions that were widened since the last call, by key."""
