@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from autotune_offload import records, upstream
+from autotune_offload import records, switch, upstream
 from autotune_offload import workload as workloads
 from autotune_offload.api.probe import load_plan, probe
 from autotune_offload.api.report import Report, shown
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
-from autotune_offload.errors import AutotuneError, ProfileError, UndecidedError
+from autotune_offload.errors import AutotuneError, ConfigError, ProfileError, UndecidedError
 from autotune_offload.interruption import cleaned_up
 from autotune_offload.machine import host
 from autotune_offload.machine.accelerator import AcceleratorDevice
@@ -32,9 +31,6 @@ from autotune_offload.ranks import group as ranks_group
 from autotune_offload.ranks.agreement import Agreement
 from autotune_offload.ranks.group import WAIT_SECONDS
 from autotune_offload.records import Change, Choice, Profile, Record, Workload, ZeroSizes
-
-SWITCH = "AUTOTUNE_OFFLOAD"
-"""Environment variable: 0 switches everything off, for a run to compare with."""
 
 SWITCHED_OFF = "switched off"
 DOCTOR = "`autotune-offload doctor` tells what stands in the way on this host"
@@ -75,7 +71,7 @@ class Asked(Record, frozen=True, kw_only=True):
 def decided_or_not(given: object, asked: Asked) -> Decided:
     """Decide; whatever fails in that leaves the user's configuration as it is, on all ranks."""
     autotune = asked.autotune
-    if autotune is False or os.environ.get(SWITCH) == "0":
+    if autotune is False or _switched_off():
         _decline_unasked(given, asked)
         return Decided(config=None, report=Report(profile=None, notices=(SWITCHED_OFF,)))
     strict = isinstance(autotune, Mapping) and bool(autotune.get("strict"))
@@ -83,6 +79,7 @@ def decided_or_not(given: object, asked: Asked) -> Decided:
     try:
         agreement = _agreement(given, asked)
         config = reading.read(given)
+        _refuse_what_the_switch_does_not_know()
         block = config.get(config_block.BLOCK)
         strict = strict or (isinstance(block, Mapping) and block.get("strict") is True)
         return decided(config, asked, agreement)
@@ -96,6 +93,21 @@ def decided_or_not(given: object, asked: Asked) -> Decided:
         notice = f"not tuned, the run goes on with your own configuration: {cause(error)}; {DOCTOR}"
         warn(notice, error)
         return Decided(config=None, report=Report(profile=None, notices=(notice,)))
+
+
+def _switched_off() -> bool:
+    """What the environment says neither way is refused where the others can be told."""
+    try:
+        return switch.is_off()
+    except ValueError:
+        return False
+
+
+def _refuse_what_the_switch_does_not_know() -> None:
+    try:
+        switch.is_off()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def cause(error: Exception) -> str:
