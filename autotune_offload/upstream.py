@@ -119,18 +119,35 @@ LOW_PRECISION = f"_{STAGE3}__param_id_to_grad_partition"
 """DeepSpeed's private name of the low-precision accumulation buffer's views, by ds_id."""
 
 PARTITION, EPILOGUE, DESTROY = "partition_grads", "independent_gradient_partition_epilogue", "destroy"
-SETTERS = (
+NORMS = "complete_grad_norm_calculation_for_cpu_offload"
+"""Adds up the norms of one sub-group's partitions, and rounds the sum to fp32."""
+
+STEP_BEGINS = "_pre_step"
+"""What `step` calls first."""
+
+AWAY = "offload_states"
+"""Takes the accumulation buffer's views away; since 0.15.4."""
+
+READERS = (
+    "has_overflow",
+    "get_fp32_grad_for_param",
+    "get_local_fp32_grad_for_param",
+    "get_fp32_grad_partitions",
     "set_fp32_grad_for_param",
     "set_local_grad_for_param",
     "update_fp32_grad_for_param_vectorized",
+    "finalize_gradient_accumulation_boundary",
 )
-"""What changes an fp32 gradient between backward and step; 0.14.5 lacks the second, 0.15.4 the third."""
+"""What else reads or writes the fp32 gradients or the accumulation buffer, whenever a user or DeepSpeed's engine
+calls it (`runtime/zero/stage3.py`); no release has more of them, and the oldest have fewer."""
 
 NEEDED = (
     PARTITION,
     EPILOGUE,
     "grad_position",
     "norm_for_param_grads",
+    NORMS,
+    STEP_BEGINS,
     "fp32_partitioned_groups_flat",
     "gradient_accumulation_dtype",
     "is_gradient_accumulation_boundary",

@@ -7,11 +7,10 @@ configuration. ``"strict": true`` in the ``autotune_offload`` block raises inste
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from autotune_offload import records
+from autotune_offload import records, switch
 from autotune_offload.api.given import (
     Asked,
     as_laid_out,
@@ -26,16 +25,13 @@ from autotune_offload.api.report import Report
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
 from autotune_offload.engine.step_attach import StepSpec
-from autotune_offload.errors import UndecidedError
+from autotune_offload.errors import ConfigError, UndecidedError
 from autotune_offload.machine import host
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.ranks import group as ranks_group
 from autotune_offload.ranks.agreement import Agreement
 from autotune_offload.ranks.group import WAIT_SECONDS
 from autotune_offload.records import Record
-
-SWITCH = "AUTOTUNE_OFFLOAD"
-"""Environment variable: 0 switches everything off, for a run to compare with."""
 
 SWITCHED_OFF = "switched off"
 
@@ -65,6 +61,7 @@ def decided_or_not(given: object, asked: Asked) -> Decided:
     try:
         agreement = _agreement(asked, _wait_seconds(given, asked))
         config = reading.read(given)
+        _refuse_what_the_switch_does_not_know()
         strict = strict or sections.section(config, config_block.BLOCK).get("strict") is True
         return decided(config, asked, agreement)
     except UndecidedError:
@@ -79,7 +76,18 @@ def decided_or_not(given: object, asked: Asked) -> Decided:
 
 def switched_off(autotune: Mapping[str, Any] | bool | None) -> bool:
     """Whether nothing of ours is to run, the arguments of the call not even looked at."""
-    return autotune is False or os.environ.get(SWITCH) == "0"
+    if autotune is False:
+        return True
+    with contextlib.suppress(ValueError):  # what it says neither way is refused where the others can be told
+        return switch.is_off()
+    return False
+
+
+def _refuse_what_the_switch_does_not_know() -> None:
+    try:
+        switch.is_off()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def untuned_by_switch(*, attaches: bool) -> Decided:

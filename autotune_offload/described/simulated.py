@@ -267,10 +267,10 @@ class SimulatedDevice(ClockedDevice):
         """Whether the description tells how fast matrix products are."""
         return self.machine.compute is not None
 
-    def widen(self, destination: Tensor, source: Tensor) -> float:
+    def widen(self, destination: Tensor, source: Tensor, kept: Tensor | None = None) -> float:
         """Copy host to host as fp32; the sum of the squares."""
         self._on_host(destination, casts=True)
-        return 0.0 if self._timed_only else host_pass.widen(destination, source)
+        return 0.0 if self._timed_only else host_pass.widen(destination, source, kept)
 
     def norm(self, source: Tensor) -> Tensor:
         """2-norm of device memory in fp64: one read of it."""

@@ -1,14 +1,21 @@
-"""The self-check: the first gradients go through DeepSpeed's own code and through ours, and are compared."""
+"""The self-check: the first gradients go through DeepSpeed's own code and through ours, and are compared.
+
+The first of each kind of backward pass, that is: the first of all, the first after the number of micro-steps or the
+boundary was changed, the first that adds to an accumulation that was ended before, the first that meets a
+partition twice.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
+from autotune_offload.engine.passes import Kind
 from autotune_offload.engine.stage3 import Stage3
 from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
@@ -17,11 +24,11 @@ from autotune_offload.records import Record
 
 _CHECKED_PARTITIONS = 4
 _CHECKED_ELEMENTS = 1 << 24
-"""Both ways run over at most so many partitions and elements of one backward."""
+"""Both ways run over at most so many partitions and elements of each kind of pass."""
 
 
 class SelfCheck(Record, frozen=True, kw_only=True):
-    """How the path compared with DeepSpeed's own code on the first gradients of the first backward."""
+    """How the path compared with DeepSpeed's own code on the first gradients of each kind of backward pass."""
 
     partitions: int
     elements: int
@@ -51,20 +58,12 @@ class Carrier(Protocol):
         """One partition by DeepSpeed's own code, counted as left to it."""
         ...
 
-    def stock(self, param: Any, gradient: Tensor) -> list[Tensor]:
-        """One partition by DeepSpeed's own code."""
+    def stock(self, params: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Partitions by DeepSpeed's own code."""
         ...
 
     def drain(self) -> None:
         """Return when every gradient is where it belongs."""
-        ...
-
-    def is_fresh(self, ds_id: int) -> bool:
-        """Whether the accumulation buffer holds what DeepSpeed would have left there."""
-        ...
-
-    def freshen(self, ds_id: int | None = None) -> None:
-        """Make it so."""
         ...
 
     def mismatch(self, found: str, result: SelfCheck) -> None:
@@ -76,6 +75,13 @@ class Carrier(Protocol):
         ...
 
 
+class _Compared(msgspec.Struct):
+    """How much of one kind."""
+
+    partitions: int = 0
+    elements: int = 0
+
+
 class Checks:
     """The first partitions of the first backward that ends an accumulation, by our code and by DeepSpeed's.
 
@@ -85,24 +91,37 @@ class Checks:
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._partitions = self._elements = 0
+        self._compared: dict[Kind, _Compared] = {}
+        self._closed: set[Kind] = set()
 
-    def compare(self, param: Any, gradient: Tensor, moment: Moment) -> list[Tensor]:
-        """Move one partition; at a boundary, while the check still runs, both ways."""
+    def compare(self, param: Any, gradient: Tensor, moment: Moment, kind: Kind) -> list[Tensor]:
+        """Move one partition; at a boundary, while the check of this kind still runs, both ways."""
         ours = self._carrier
-        if not moment.boundary or self._partitions >= _CHECKED_PARTITIONS:
+        if not moment.boundary or kind in self._closed:
             return ours.move(param, gradient, moment)
-        if self._elements + gradient.numel() > _CHECKED_ELEMENTS:
-            return ours.move(param, gradient, moment) if self._partitions else ours.leave(param, gradient)
+        so_far = self._compared.setdefault(kind, _Compared())
+        if so_far.partitions >= _CHECKED_PARTITIONS:
+            return ours.move(param, gradient, moment)
+        if so_far.elements + gradient.numel() > _CHECKED_ELEMENTS:
+            known = so_far.partitions or self._closed
+            return ours.move(param, gradient, moment) if known else ours.leave(param, gradient)
         destination = ours.stage3.destination(param, gradient)
         if destination is None:
             return ours.leave(param, gradient)
-        return self._both(param, gradient, moment, destination)
+        return self._both(param, gradient, moment, destination, so_far)
 
-    def _both(self, param: Any, gradient: Tensor, moment: Moment, destination: Tensor) -> list[Tensor]:
+    def end_of_accumulation(self) -> bool:
+        """At the end of a backward pass that ended one: whether kinds were met that had not been compared."""
+        new = self._compared.keys() - self._closed
+        self._closed |= new
+        return bool(new)
+
+    def _both(
+        self, param: Any, gradient: Tensor, moment: Moment, destination: Tensor, so_far: _Compared
+    ) -> list[Tensor]:
         ours, low = self._carrier, self._carrier.stage3.buffer(param, gradient)
         try:
-            ours.freshen(param.ds_id)
+            ours.drain()
             ours.device.synchronize_stream()
             before, kept, found = low.clone(), torch.empty_like(low), torch.empty_like(destination)
         except Exception as error:  # most likely no memory for the copies
@@ -113,19 +132,18 @@ class Checks:
         if not ours.active:  # it failed, and DeepSpeed's code has done the work
             param.grad = None
             return buffers
-        kept_any = ours.is_fresh(param.ds_id)
         kept.copy_(low)
         found.copy_(destination)
         norm = ours.stage3.norm(param)
         low.copy_(before)
-        buffers = ours.stock(param, gradient)
+        buffers = ours.stock([param], [gradient])
         ours.device.synchronize_stream()
-        self._partitions += 1
-        self._elements += gradient.numel()
+        so_far.partitions += 1
+        so_far.elements += gradient.numel()
         self._judge(
             lambda: (
                 _difference("fp32 gradient", found, destination)
-                or (_difference("accumulation buffer", kept, low) if kept_any else None)
+                or _difference("accumulation buffer", kept, low)
                 or _norms_differ(norm, ours.stage3.norm(param))
             )
         )
@@ -141,7 +159,12 @@ class Checks:
 
     def result(self, mismatch: str | None = None) -> SelfCheck:
         """What was compared."""
-        return SelfCheck(partitions=self._partitions, elements=self._elements, mismatch=mismatch)
+        compared = self._compared.values()
+        return SelfCheck(
+            partitions=sum(of.partitions for of in compared),
+            elements=sum(of.elements for of in compared),
+            mismatch=mismatch,
+        )
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -117,28 +117,16 @@ class Stage3:
         return bool(self.optimizer.micro_step_id == 0)
 
     @property
-    def epilogue_is_counted_later(self) -> bool:
-        """0.18.9 and newer count a micro-step up in the next forward pass."""
-        return bool(getattr(self.optimizer, "_epilogue_ran_this_backward", False))
-
-    @property
-    def scans_for_overflow(self) -> bool:
-        """Whether the accumulation buffer is read for infinities after the boundary: with fp16."""
-        return bool(self.optimizer.dtype == torch.float16)
-
-    @property
     def stream(self) -> Any:
         """The one that gradients are reduced on; None where the device has none."""
         return getattr(self.optimizer, "reduce_and_partition_stream", None)
 
 
-def accumulates_once(engine: Any) -> bool:
-    """Whether a step takes one backward pass, and nobody moves the boundary by hand.
+def accumulation_steps(engine: Any) -> int:
+    """Of a step, as the engine counts them now; 0 where it is gone."""
+    return 0 if engine is None else int(engine.gradient_accumulation_steps())
 
-    With more of them, a parameter that gets no gradient in the first finds what an earlier step left in the
-    buffer, and DeepSpeed adds to that.
-    """
-    if engine is None or engine._is_gradient_accumulation_boundary is not None:
-        return False
-    managed = getattr(engine, "managed_gradient_accumulation", None)  # 0.19.5 and newer
-    return engine.gradient_accumulation_steps() == 1 and (managed is None or managed())
+
+def boundary_by_hand(engine: Any) -> bool:
+    """Whether the user has set the boundary, and has not given it back to the engine."""
+    return engine is not None and engine._is_gradient_accumulation_boundary is not None

@@ -217,9 +217,9 @@ class Device(ABC):
         """Make this the current device of the calling thread: which one is current, is per thread."""
         return None
 
-    def widen(self, destination: Tensor, source: Tensor) -> float:
+    def widen(self, destination: Tensor, source: Tensor, kept: Tensor | None = None) -> float:
         """Copy host to host as fp32 in the calling thread; the sum of the squares (see `host_pass.widen`)."""
-        return host_pass.widen(destination, source)
+        return host_pass.widen(destination, source, kept)
 
     def norm(self, source: Tensor) -> Tensor:
         """2-norm of device memory accumulated in fp64, shape (), on the device, in stream order."""

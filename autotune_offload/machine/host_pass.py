@@ -23,15 +23,16 @@ _PIECE_ELEMENTS = 1 << 17
 
 _log = logging.getLogger(__name__)
 
-OnePass = Callable[[Tensor, Tensor], float]
+OnePass = Callable[[Tensor, Tensor, Tensor | None], float]
 
 
-def widen(destination: Tensor, source: Tensor) -> float:
-    """Copy `source` into `destination` as fp32 and return the sum of its squares.
+def widen(destination: Tensor, source: Tensor, kept: Tensor | None = None) -> float:
+    """Copy `source` into `destination` as fp32, and as it is into `kept`; return the sum of its squares.
 
     Args:
         destination: host memory, shape (n,), float32, contiguous.
         source: host memory, shape (n,), bfloat16, float16 or float32, contiguous, no overlap.
+        kept: host memory, shape (n,), of the source's dtype, contiguous, no overlap.
 
     Raises:
         ValueError: tensors that are not like that; the compiled pass would write past their end.
@@ -42,7 +43,9 @@ def widen(destination: Tensor, source: Tensor) -> float:
         )
     if destination.numel() != source.numel():
         raise ValueError(f"expected as many elements on both sides, found {_form(destination, source)}")
-    return _one_pass(source.dtype)(destination, source)
+    if kept is not None and not (_plain(kept) and (kept.dtype, kept.shape) == (source.dtype, source.shape)):
+        raise ValueError(f"expected the values to be kept as they are, found {_form(kept, source)}")
+    return _one_pass(source.dtype)(destination, source, kept)
 
 
 def _plain(tensor: Tensor) -> bool:
@@ -68,12 +71,13 @@ def _one_pass(dtype: torch.dtype) -> OnePass:
         _log.info("gradient norms take three passes: %s", why_not_fused(dtype))
         return in_pieces
     function = getattr(library, _symbol(dtype))
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t)
     function.restype = ctypes.c_double
 
-    def fused(destination: Tensor, source: Tensor) -> float:
+    def fused(destination: Tensor, source: Tensor, kept: Tensor | None) -> float:
         # a foreign call releases the GIL, so that host threads run side by side
-        return float(function(destination.data_ptr(), source.data_ptr(), source.numel()))
+        at = None if kept is None else kept.data_ptr()
+        return float(function(destination.data_ptr(), source.data_ptr(), at, source.numel()))
 
     return fused
 
@@ -82,13 +86,15 @@ def _symbol(dtype: torch.dtype) -> str:
     return f"widen_{str(dtype).removeprefix('torch.')}"
 
 
-def in_pieces(destination: Tensor, source: Tensor) -> float:
+def in_pieces(destination: Tensor, source: Tensor, kept: Tensor | None = None) -> float:
     """The same by torch's operations, each piece while it is in the cache."""
     wide = torch.empty(min(_PIECE_ELEMENTS, source.numel()), dtype=torch.float64, device="cpu")
     total = 0.0
     for start in range(0, source.numel(), _PIECE_ELEMENTS):
         piece = destination[start : start + _PIECE_ELEMENTS]
         piece.copy_(source[start : start + _PIECE_ELEMENTS])
+        if kept is not None:
+            kept[start : start + _PIECE_ELEMENTS].copy_(source[start : start + _PIECE_ELEMENTS])
         squares = wide[: piece.numel()].copy_(piece)
         total += float(torch.dot(squares, squares))
     return total

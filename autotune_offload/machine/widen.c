@@ -1,9 +1,9 @@
-/* One pass over a gradient partition: widen to fp32 and sum the squares in fp64.
+/* One pass over a gradient partition: widen to fp32, keep it as it is, and sum the squares in fp64.
  *
  * Sixteen partial sums let the compiler keep them in vector registers; they are added up every BLOCK
  * elements, so that rounding does not pile up along a large partition. The square of an fp32 value is
  * exact in fp64 (24 + 24 bits in 53), so that only the additions round. `restrict` is the caller's
- * promise that source and destination do not overlap.
+ * promise that source and destinations do not overlap; `keep` may be null.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -13,13 +13,16 @@
 #define BLOCK 4096
 
 #define ONE_PASS(NAME, FROM, WIDEN)                                                     \
-    static double NAME##_block(float *restrict to, const FROM *restrict from, ptrdiff_t count) \
+    static inline __attribute__((always_inline)) double NAME##_block(                   \
+        float *restrict to, const FROM *restrict from, FROM *restrict keep, ptrdiff_t count) \
     {                                                                                   \
         double sums[LANES] = {0};                                                       \
         ptrdiff_t whole = count - count % LANES;                                        \
         for (ptrdiff_t i = 0; i < whole; i += LANES) {                                  \
             float values[LANES];                                                        \
             WIDEN(values, from + i);                                                    \
+            if (keep)                                                                   \
+                memcpy(keep + i, from + i, LANES * sizeof(FROM));                       \
             for (int lane = 0; lane < LANES; lane++) {                                  \
                 to[i + lane] = values[lane];                                            \
                 sums[lane] += (double)values[lane] * (double)values[lane];              \
@@ -31,6 +34,8 @@
             memcpy(rest, from + whole, (size_t)(count - whole) * sizeof(FROM));         \
             WIDEN(values, rest);                                                        \
             memcpy(to + whole, values, (size_t)(count - whole) * sizeof(float));        \
+            if (keep)                                                                   \
+                memcpy(keep + whole, from + whole, (size_t)(count - whole) * sizeof(FROM)); \
             for (int lane = 0; lane < LANES; lane++)                                    \
                 sums[lane] += (double)values[lane] * (double)values[lane];              \
         }                                                                               \
@@ -40,12 +45,13 @@
         return total;                                                                   \
     }                                                                                   \
                                                                                         \
-    double NAME(float *restrict to, const FROM *restrict from, ptrdiff_t count)         \
+    double NAME(float *restrict to, const FROM *restrict from, FROM *restrict keep, ptrdiff_t count) \
     {                                                                                   \
         double total = 0;                                                               \
         for (ptrdiff_t start = 0; start < count; start += BLOCK) {                      \
-            ptrdiff_t left = count - start;                                             \
-            total += NAME##_block(to + start, from + start, left < BLOCK ? left : BLOCK); \
+            ptrdiff_t left = count - start, size = left < BLOCK ? left : BLOCK;         \
+            total += keep ? NAME##_block(to + start, from + start, keep + start, size)  \
+                          : NAME##_block(to + start, from + start, (FROM *)0, size);    \
         }                                                                               \
         return total;                                                                   \
     }

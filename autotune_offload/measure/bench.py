@@ -35,8 +35,8 @@ is used again, and a small part of the trials' time for each of a dozen entrants
 class Offload(Protocol):
     """What a trial times: one of our paths, or one of DeepSpeed's sequences."""
 
-    def offload_with_norm(self, source: Tensor, destination: Tensor) -> Tensor:
-        """Queue one partition, and give its 2-norm."""
+    def offload_with_norm(self, source: Tensor, destination: Tensor, low: Tensor | None = None) -> Tensor:
+        """Queue one partition, kept in `low` as it is, and give its 2-norm."""
 
     def drain(self) -> None:
         """Return when all destinations hold their values."""
@@ -284,21 +284,23 @@ class Window:
     @property
     def moments(self) -> Iterator[tuple[Moment, int]]:
         """The first micro-step, those in the middle, and the last, each with how many there are."""
-        yield Moment(first=True, boundary=False, keep=True), 1
+        yield Moment(first=True, boundary=False), 1
         if self.micro_steps > 2:
-            yield Moment(first=False, boundary=False, keep=True), self.micro_steps - 2
-        yield Moment(first=False, boundary=True, keep=True), 1
+            yield Moment(first=False, boundary=False), self.micro_steps - 2
+        yield Moment(first=False, boundary=True), 1
 
     def carry(self, gradient: Tensor, low: Tensor, destination: Tensor, moment: Moment, key: int) -> None:
         """One partition in one micro-step, as an attached path does it."""
         if not self.accumulation.adds_on_host(moment):
             value = self.accumulation.value(gradient, low, moment)
             if moment.boundary:
-                self.path.offload_with_norm(value, destination)
+                self.path.offload_with_norm(value, destination, low)
+            else:
+                self.accumulation.keep(value, low)
             return
         sums, sent = self.accumulation.on_host(gradient, low)
         if moment.boundary:
-            sums.add_and_widen(sent, low, destination, key)
+            sums.add(sent, low, destination, key)
         else:
             sums.add(sent, low)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autotune_offload.errors import PinError
-from autotune_offload.machine.device import Device, Event
+from autotune_offload.machine.device import Device
 from autotune_offload.paths.path import chunks
 from autotune_offload.paths.ring import Ring
 from autotune_offload.paths.threads import HostThreads
@@ -42,8 +42,6 @@ class Moment(msgspec.Struct, frozen=True):
     """The first micro-step: gradients are copied, later they are added."""
     boundary: bool
     """The last one: gradients go to the host in fp32."""
-    keep: bool
-    """Whether anything may read the sum after this."""
 
 
 class Accumulation:
@@ -51,6 +49,8 @@ class Accumulation:
 
     Where device memory is host memory there is one place, the buffer itself. Otherwise the first micro-step
     is copied into the buffer, and later ones are added on the device (`value`) or on the host (`on_host`).
+    The buffer holds every sum, the last one too: a later pass may add to it, and whoever asks for an overflow
+    reads it.
 
     Args:
         device: where gradients are reduced.
@@ -64,7 +64,7 @@ class Accumulation:
         self.place, self._page_lock = place, page_lock
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._sums: dict[torch.dtype, HostSums] = {}
-        self._copied: Event | None = None
+        self._keeping = False
 
     def adds_on_host(self, moment: Moment) -> bool:
         """Whether this moment's gradients go through `on_host`, and not through `value`."""
@@ -74,38 +74,32 @@ class Accumulation:
         """Equal for two that do the same work in a micro-step before the last, into the same kind of buffer."""
         return (self.place, self._page_lock) if self.adds_on_host(moment) else None
 
-    def dtype(self, gradient: Tensor, low: Tensor, moment: Moment) -> torch.dtype:
-        """Of what `value` returns."""
-        in_buffer = self.device.shares_host_memory and moment.keep
-        narrowed = _narrower(low.dtype, gradient.dtype)
-        return low.dtype if in_buffer or narrowed or not moment.first else gradient.dtype
-
     def value(self, gradient: Tensor, low: Tensor, moment: Moment) -> Tensor:
-        """The sum so far where a path can take it from, until the next call; in `low`, too, if it is to be kept.
+        """The sum so far in the dtype of `low`, until the next call; `keep` or a path then takes it to `low`.
 
         Args:
             gradient: device memory, shape (n,).
-            low: the partition in DeepSpeed's buffer, shape (n,).
+            low: the partition in DeepSpeed's buffer, shape (n,). Where device memory is host memory a sum is
+                made in it, and `low` is what is returned.
             moment: what to do.
         """
-        if self.device.shares_host_memory:
-            return _in_place(gradient, low, moment)
         if moment.first:
-            total = self._narrowed(gradient, low.dtype)
-        else:
-            total = self._scratch_for(low)
-            self.device.h2d(total, low, non_blocking=True)
-            self.device.add(total, self._narrowed(gradient, low.dtype))
-        if moment.keep:
-            self.device.d2h(low, total, non_blocking=True)
-            if self.place == "host":  # the host reads it without asking the stream
-                self._copied = self.device.record_event()
+            return gradient if gradient.dtype == low.dtype else self._cast(gradient, low.dtype)
+        if self.device.shares_host_memory:
+            return low.add_(gradient.to(low.dtype))
+        total = self._scratch_for(low)
+        self.device.h2d(total, low, non_blocking=True)
+        self.device.add(total, self._narrowed(gradient, low.dtype))
         return total
 
-    def is_scratch(self, value: Tensor) -> bool:
-        """Whether the next partition overwrites what `value` returned."""
-        scratch = self._scratch.get(value.dtype)
-        return scratch is not None and scratch.data_ptr() == value.data_ptr()
+    def keep(self, value: Tensor, low: Tensor) -> None:
+        """Queue what `value` returned on its way to the buffer, where it does not lie there already."""
+        if self.device.shares_host_memory:
+            if value.data_ptr() != low.data_ptr():
+                low.copy_(value)
+            return
+        self._keeping = True
+        self.device.d2h(low, value, non_blocking=True)
 
     def on_host(self, gradient: Tensor, low: Tensor) -> tuple[HostSums, Tensor]:
         """Who adds this gradient to `low`, with its buffers allocated, and what to give it: rounded, if need be."""
@@ -115,16 +109,19 @@ class Accumulation:
         return self._sums[sent.dtype], sent
 
     def link_bytes(self, gradient: Tensor, low: Tensor, moment: Moment) -> int:
-        """What crosses the link for one partition before a path, where there is a link."""
+        """What crosses the link for one partition before a path takes it, where there is a link."""
         if self.adds_on_host(moment):
             return gradient.numel() * min(gradient.element_size(), low.element_size())
-        return low.nbytes * ((not moment.first) + moment.keep)
+        return low.nbytes * ((not moment.first) + (not moment.boundary))
 
     def drain(self) -> dict[int, float]:
-        """Return when every sum holds its values: the norms of those that were widened since, by their key."""
-        copied, self._copied = self._copied, None
-        if copied is not None:
-            copied.synchronize()
+        """Return when every sum holds its values: the norms of those that were widened since, by their key.
+
+        On the stream that the gradients came on.
+        """
+        if self._keeping:  # at the end of a backward pass DeepSpeed has waited for the same
+            self.device.record_event().synchronize()
+            self._keeping = False
         for sums in self._sums.values():
             sums.drain()
         return self._norms()
@@ -149,11 +146,12 @@ class Accumulation:
 
     def _narrowed(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Rounded to the buffer's dtype where that is narrower; otherwise adding widens it, which is exact."""
-        if not _narrower(dtype, gradient.dtype):
-            return gradient
-        rounded = self.device.empty(gradient.numel(), dtype)
-        self.device.cast(rounded, gradient)
-        return rounded
+        return self._cast(gradient, dtype) if _narrower(dtype, gradient.dtype) else gradient
+
+    def _cast(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        cast = self.device.empty(gradient.numel(), dtype)
+        self.device.cast(cast, gradient)
+        return cast
 
     def _scratch_for(self, low: Tensor) -> Tensor:
         """Scratch on the device, grown to the largest partition and kept."""
@@ -161,15 +159,6 @@ class Accumulation:
         if scratch is None or scratch.numel() < low.numel():
             scratch = self._scratch[low.dtype] = self.device.empty(low.numel(), low.dtype)
         return scratch[: low.numel()]
-
-
-def _in_place(gradient: Tensor, low: Tensor, moment: Moment) -> Tensor:
-    """The buffer itself is what accumulates."""
-    if not moment.first:
-        return low.add_(gradient.to(low.dtype))
-    if moment.keep or _narrower(low.dtype, gradient.dtype):
-        return low.copy_(gradient)
-    return gradient
 
 
 def _narrower(buffer: torch.dtype, gradient: torch.dtype) -> bool:
@@ -180,12 +169,12 @@ def _narrower(buffer: torch.dtype, gradient: torch.dtype) -> bool:
 class _Addend(msgspec.Struct, eq=False):
     """One piece of a gradient, where it goes, and how far it has come.
 
-    `buffer` holds it in host memory once its copy was queued; `total` is its place in the sum, `wide` in the
-    fp32 gradient where the sum ends here.
+    `buffer` holds it in host memory once its copy was queued, in place of `source`; `total` is its place in the
+    sum, `wide` in the fp32 gradient where the sum ends here.
     """
 
     device: Device
-    source: Tensor
+    source: Tensor | None
     total: Tensor
     wide: Tensor | None
     buffer: Tensor | None = None
@@ -194,9 +183,10 @@ class _Addend(msgspec.Struct, eq=False):
     squares: float = 0.0
 
     def land(self, buffer: Tensor) -> None:
-        """Add, and widen while the sum is in the cache."""
-        self.device.host_add(self.total, buffer)
-        self.added = True
+        """Add, and widen while the sum is in the cache; whoever was interrupted goes on where that was."""
+        if not self.added:
+            self.device.host_add(self.total, buffer)
+            self.added = True
         if self.wide is not None:
             self.squares = self.device.widen(self.wide, self.total)
         self.landed = True
@@ -206,7 +196,8 @@ class _Addend(msgspec.Struct, eq=False):
         if self.landed:
             return
         if not self.added:
-            held = self.source if self.buffer is None else self.buffer
+            held = self.buffer if self.source is None else self.source
+            assert held is not None
             self.total.add_(held.to(self.total.device))
             self.added = True
         if self.wide is not None:
@@ -253,28 +244,29 @@ class HostSums:
             self._block = device.host_empty(_PIECES * self._elements, dtype)
         self._threads = HostThreads(_THREADS, device)
         self._ring = Ring(device, self._block, _PIECES, self._threads)
-        self._pending: list[_Partition] = []
+        self._pending: dict[int, _Partition] = {}
+        """By where each sum lies."""
         self._norms: dict[int, float] = {}
 
-    def add(self, gradient: Tensor, low: Tensor) -> None:
+    def add(
+        self, gradient: Tensor, low: Tensor, destination: Tensor | None = None, key: int | None = None
+    ) -> None:
         """Queue one partition's gradient on the current stream, to be added to `low`.
 
-        Whatever fails here or later, the partition is in the care of `recover`.
+        With a fp32 `destination` the sum goes there, too, and the norm of it will be known by `key`. Whatever
+        fails here or later, the partition is in the care of `recover`.
         """
-        self._queue(gradient, low, None, None)
-
-    def add_and_widen(self, gradient: Tensor, low: Tensor, destination: Tensor, key: int) -> None:
-        """The same, and the sum to fp32 `destination`; the norm of it will be known by `key`."""
-        self._queue(gradient, low, destination, key)
-
-    def _queue(self, gradient: Tensor, low: Tensor, destination: Tensor | None, key: int | None) -> None:
-        again = any(p.total.data_ptr() == low.data_ptr() and not p.landed for p in self._pending)
+        former = self._pending.get(low.data_ptr())
+        if former is not None:
+            if not former.landed:  # two threads must not add to one sum
+                self._ring.drain()
+            self._settle(low.data_ptr())
         partition = _Partition(low, key, list(self._cut(gradient, low, destination)))
-        self._pending.append(partition)
-        if again:  # two threads must not add to one sum
-            self._ring.drain()
+        self._pending[low.data_ptr()] = partition
         for piece in partition.pieces:
-            piece.buffer = self._ring.put(piece.source, piece.land)
+            assert piece.source is not None
+            piece.buffer = self._ring.put(piece.source, piece)
+            piece.source = None  # its memory is the bucket's
 
     def _cut(self, gradient: Tensor, low: Tensor, destination: Tensor | None) -> Iterable[_Addend]:
         for start, (source, total) in zip(
@@ -286,20 +278,25 @@ class HostSums:
     def drain(self) -> None:
         """Return when everything that was queued has been added, and widened where that was asked for."""
         self._ring.drain()
-        self._settle()
+        self._settle(*self._pending)
 
     def recover(self) -> None:
         """The same after a failure, piece by piece."""
         self._ring.abandon()
-        for partition in self._pending:
+        for partition in self._pending.values():
             for piece in partition.pieces:
                 piece.finish()
-        self._settle()
+        self._settle(*self._pending)
 
-    def _settle(self) -> None:
-        done = [partition for partition in self._pending if partition.landed]
-        self._norms.update({p.key: p.norm() for p in done if p.key is not None})
-        self._pending = [partition for partition in self._pending if not partition.landed]
+    def _settle(self, *places: int) -> None:
+        """Those that have landed; what a failure left half done waits for `recover`."""
+        for place in places:
+            partition = self._pending[place]
+            if not partition.landed:
+                continue
+            if partition.key is not None:
+                self._norms[partition.key] = partition.norm()
+            del self._pending[place]
 
     def take_norms(self) -> dict[int, float]:
         """Of the partitions that were widened since the last call, by key."""

@@ -77,23 +77,27 @@ class GradientPath(ABC):
         self.threads = HostThreads(0)
 
     @abstractmethod
-    def offload(self, source: Tensor, destination: Tensor) -> None:
+    def offload(self, source: Tensor, destination: Tensor, low: Tensor | None = None) -> None:
         """Queue one partition on the current stream, which is the same one until the next drain.
+
+        Whoever offloads to the same memory again drains before.
 
         Args:
             source: device memory, shape (n,), of the path's dtype; unchanged until the path drains or
                 later work on the same stream, whichever is first.
             destination: host memory, shape (n,), float32, contiguous.
+            low: host memory, shape (n,), of the path's dtype, where the values are to stay as they are;
+                where device memory is host memory it may be `source` itself.
         """
 
-    def offload_with_norm(self, source: Tensor, destination: Tensor) -> Tensor:
+    def offload_with_norm(self, source: Tensor, destination: Tensor, low: Tensor | None = None) -> Tensor:
         """Queue one partition as `offload` does, and return its 2-norm.
 
         Returns:
             Shape (), float64, accumulated in fp64; on the device in stream order, or on the host.
         """
         norm = self.device.norm(source)
-        self.offload(source, destination)
+        self.offload(source, destination, low)
         return norm
 
     @abstractmethod
@@ -104,8 +108,16 @@ class GradientPath(ABC):
         or by the next `offload`.
         """
 
+    @abstractmethod
+    def recover(self) -> None:
+        """After a failure: return when no host thread is at work any more and every `low` holds its values.
+
+        Every copy that was queued must have been waited for. Destinations are left to the caller, and to be
+        filled from there.
+        """
+
     def close(self) -> None:
-        """End the host threads and give back the buffers; the path must have been drained."""
+        """End the host threads and give back the buffers; the path must have been drained, or have recovered."""
         self.threads.close()
 
 
@@ -130,9 +142,11 @@ def widen_in_place(device: Device, destination: Tensor, dtype: torch.dtype) -> N
 
 
 def moved_bytes(spec: Spec, gradient: Tensor) -> int:
-    """Bytes of one partition that cross the link on the path of `spec`, where there is a link."""
-    itemsize = 4 if spec.cast == "device" else gradient.element_size()
-    return gradient.numel() * itemsize
+    """Bytes of one partition that cross the link on the path of `spec`, `low` included, where there is a link."""
+    itemsize = gradient.element_size()
+    if spec.path != "staged" and (spec.cast == "device" or itemsize == 4):
+        return gradient.numel() * (itemsize + 4)
+    return gradient.numel() * (4 if spec.cast == "device" else itemsize)
 
 
 def chunks(source: Tensor, destination: Tensor, elements: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from typing import Protocol
 
 import msgspec
 import torch
@@ -16,12 +17,25 @@ from autotune_offload.paths.path import GradientPath, Spec, chunks
 from autotune_offload.paths.threads import HostThreads
 
 
+class Piece(Protocol):
+    """What is put into a ring: it knows where it goes."""
+
+    def land(self, buffer: Tensor) -> None:
+        """Take it there from `buffer`, in which it has arrived."""
+
+
 class _Slot(msgspec.Struct):
-    """One buffer of a ring and what is still to be done with its contents."""
+    """One buffer of a ring, what of it is in use, and what is still to be done with that."""
 
     buffer: Tensor
-    land: Callable[[], None] | None = None
+    arrived: Tensor | None = None
+    work: Callable[[], None] | None = None
+    piece: Piece | None = None
     future: Future[None] | None = None
+
+    def clear(self) -> None:
+        """Nothing is to be done any more."""
+        self.arrived = self.work = self.piece = self.future = None
 
 
 class Ring:
@@ -41,8 +55,8 @@ class Ring:
         self._device, self._threads = device, threads
         self._slots = deque(_Slot(buffer) for buffer in block.chunk(count))
 
-    def put(self, source: Tensor, land: Callable[[Tensor], None]) -> Tensor:
-        """Queue a copy of `source`, which fits; `land` is called with the buffer that it has arrived in.
+    def put(self, source: Tensor, piece: Piece) -> Tensor:
+        """Queue a copy of `source`, which fits; `piece` lands from the buffer that it has arrived in.
 
         Blocks only while every buffer is still in use. Returns that buffer.
         """
@@ -54,36 +68,56 @@ class Ring:
 
         def work() -> None:
             event.synchronize()
-            land(arrived)
+            piece.land(arrived)
 
-        slot.land = work
+        slot.arrived, slot.piece, slot.work = arrived, piece, work
         if self._threads.count:
             slot.future = self._threads.submit(work)
         self._slots.rotate(-1)
         return arrived
 
     def _empty(self, slot: _Slot) -> None:
-        if slot.land is None:
+        if slot.work is None:
             return
-        try:
-            if slot.future is not None:
-                slot.future.result()
-            else:
-                slot.land()
-        finally:
-            slot.land = slot.future = None
+        if slot.future is not None:
+            slot.future.result()
+        else:
+            slot.work()
+        slot.clear()  # only now: whoever was interrupted comes back
 
     def drain(self) -> None:
         """Empty the buffers, oldest first; what one of them raises is raised here."""
         for slot in self._slots:
             self._empty(slot)
 
-    def abandon(self) -> None:
-        """Return when no thread is at work any more; what was not begun is forgotten."""
+    def abandon(self) -> list[tuple[Tensor, Piece]]:
+        """Return when no thread is at work any more: the buffers that were not emptied, or failed in that."""
+        left = []
         for slot in self._slots:
-            if slot.future is not None:
-                wait([slot.future])
-            slot.land = slot.future = None
+            done = slot.future is not None and _succeeded(slot.future)
+            if slot.arrived is not None and slot.piece is not None and not done:
+                left.append((slot.arrived, slot.piece))
+            slot.clear()
+        return left
+
+
+def _succeeded(future: Future[None]) -> bool:
+    wait([future])
+    return not future.cancelled() and future.exception() is None
+
+
+class _Landing(msgspec.Struct):
+    """Where one piece goes from a buffer."""
+
+    device: Device
+    destination: Tensor
+    low: Tensor | None
+
+    def land(self, buffer: Tensor) -> None:
+        """As it is to `low`, and to fp32."""
+        if self.low is not None:
+            self.device.h2h(self.low, buffer)
+        self.device.h2h(self.destination, buffer)
 
 
 class StagedPath(GradientPath):
@@ -101,10 +135,12 @@ class StagedPath(GradientPath):
         self.threads = HostThreads(spec.host_threads, device)
         self._ring = Ring(device, self._block, spec.buffer_count, self.threads)
 
-    def offload(self, source: Tensor, destination: Tensor) -> None:
+    def offload(self, source: Tensor, destination: Tensor, low: Tensor | None = None) -> None:
         """Queue one partition; blocks only while every buffer is still in use."""
-        for low, fp32 in chunks(source, destination, self.buffer_elements):
-            self._ring.put(self._landing(low), functools.partial(self._land, fp32))
+        kept = itertools.repeat(None) if low is None else torch.split(low, self.buffer_elements)
+        pieces = chunks(source, destination, self.buffer_elements)
+        for (part, fp32), stays in zip(pieces, kept, strict=False):
+            self._ring.put(self._landing(part), _Landing(self.device, fp32, stays))
 
     def _landing(self, low: Tensor) -> Tensor:
         """What crosses the link: the values, or their cast in the scratch."""
@@ -114,12 +150,15 @@ class StagedPath(GradientPath):
         self.device.cast(scratch, low)
         return scratch
 
-    def _land(self, destination: Tensor, buffer: Tensor) -> None:
-        self.device.h2h(destination, buffer)
-
     def drain(self) -> None:
         """Empty the buffers, oldest first."""
         self._ring.drain()
+
+    def recover(self) -> None:
+        """Empty the buffers by torch alone, into every `low`."""
+        for buffer, piece in self._ring.abandon():
+            if isinstance(piece, _Landing) and piece.low is not None:
+                piece.low.copy_(buffer)
 
     def close(self) -> None:
         """End the host threads and unpin the ring."""

@@ -25,8 +25,10 @@ class StockPath(ABC):
     def offload(self, source: Tensor, destination: Tensor) -> None:
         """Queue or do one partition, as that DeepSpeed does."""
 
-    def offload_with_norm(self, source: Tensor, destination: Tensor) -> Tensor:
-        """The norm first, through a fresh fp64 temporary (`_constant_buffered_norm2`), then `offload`."""
+    def offload_with_norm(self, source: Tensor, destination: Tensor, low: Tensor | None = None) -> Tensor:
+        """The values to `low`, the norm through a fresh fp64 temporary (`_constant_buffered_norm2`), `offload`."""
+        if low is not None:
+            self.device.d2h(low, source, non_blocking=True)
         wide = self.device.empty(source.numel(), torch.float64)
         self.device.cast(wide, source)
         norm = self.device.norm(wide)

@@ -60,11 +60,12 @@ class HostThreads:
         for future in [self._pool.submit(device.h2h, to, of) for to, of in pieces]:
             future.result()
 
-    def widen(self, device: Device, destination: Tensor, source: Tensor) -> float:
-        """One pass to fp32 shared by all threads; the sum of the squares."""
+    def widen(self, device: Device, destination: Tensor, source: Tensor, kept: Tensor | None = None) -> float:
+        """One pass to fp32, and as it is to `kept`, shared by all threads; the sum of the squares."""
         if self._pool is None:
-            return device.widen(destination, source)
-        pieces = zip(destination.chunk(self.count), source.chunk(self.count), strict=True)
+            return device.widen(destination, source, kept)
+        places = [destination, source] if kept is None else [destination, source, kept]
+        pieces = zip(*(place.chunk(self.count) for place in places), strict=True)
         return sum(
             future.result() for future in [self._pool.submit(device.widen, *piece) for piece in pieces]
         )

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import autotune_offload
-from autotune_offload.api import deciding
+from autotune_offload import switch
 from autotune_offload.api import profile as api_profile
 from autotune_offload.config import reading
 from autotune_offload.errors import ConfigError
@@ -74,7 +74,7 @@ def _stop_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.comm.init_distributed", lambda *args, **kwargs: None)
     choice = make_choice(gain=1.0, pin_optimizer=False, pin_parameters=False, sizes=ZeroSizes())
     monkeypatch.setattr(api_profile, "lookup", lambda *args, **kwargs: make_profile(choice=choice))
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", deciding.SWITCH):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", switch.NAME):
         monkeypatch.delenv(name, raising=False)
 
 

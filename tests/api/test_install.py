@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import autotune_offload
+from autotune_offload import switch
 from autotune_offload.api import deciding, install
 from autotune_offload.api import initialize as api_initialize
 from autotune_offload.api import profile as api_profile
@@ -71,7 +72,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
     monkeypatch.setattr(deepspeed.zero.Init, "__init__", __init__)
     monkeypatch.setattr(api_profile, "lookup", lambda *args, **kwargs: make_profile(choice=CHOICE))
     monkeypatch.setenv("AUTOTUNE_OFFLOAD_CACHE", str(tmp_path))
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", deciding.SWITCH):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", switch.NAME):
         monkeypatch.delenv(name, raising=False)
     yield calls
     autotune_offload.uninstall()
@@ -284,14 +285,35 @@ def test_parameters_laid_out_otherwise_are_told(
 # -- switched off -------------------------------------------------------------------------------------
 
 
-def test_the_switch_leaves_everything_alone(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AUTOTUNE_OFFLOAD=0: the very objects arrive, from every way in."""
-    monkeypatch.setenv(deciding.SWITCH, "0")
+@pytest.mark.parametrize("word", ["0", "off", "OFF", "False", "no"])
+def test_the_switch_leaves_everything_alone(calls: Calls, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """AUTOTUNE_OFFLOAD=0, or what people write for it: the very objects arrive, from every way in."""
+    monkeypatch.setenv(switch.NAME, word)
     autotune_offload.install()
     deepspeed.zero.Init(config_dict_or_path=CONFIG)
     deepspeed.initialize(model=MODEL, config=CONFIG)
     assert calls.configs("Init")[0] is CONFIG and calls.configs("initialize")[0] is CONFIG
     assert autotune_offload.tune_config(CONFIG) == CONFIG
+
+
+@pytest.mark.parametrize("word", ["", "1", "on", "TRUE", "yes"])
+def test_the_switch_can_say_on(calls: Calls, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """That is what it does without."""
+    monkeypatch.setenv(switch.NAME, word)
+    assert autotune_offload.tune_config(CONFIG) != CONFIG
+
+
+def test_a_switch_that_says_neither_is_refused_in_words(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on untuned: whoever set it meant something, most likely off."""
+    monkeypatch.setenv(switch.NAME, "flase")
+    with caplog.at_level(logging.WARNING):
+        assert autotune_offload.tune_config(CONFIG) == CONFIG
+    (said,) = warnings(caplog)
+    assert 'AUTOTUNE_OFFLOAD is "flase": expected 0, off, false or no to switch off' in said
+    with pytest.raises(autotune_offload.ConfigError, match="flase"):
+        autotune_offload.tune_config(CONFIG, autotune={"strict": True})
 
 
 def test_a_report_is_logged_for_whoever_listens(calls: Calls, caplog: pytest.LogCaptureFixture) -> None:

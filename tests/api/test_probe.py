@@ -134,8 +134,8 @@ def test_a_probe_round_trips_through_the_store(probed: Probed, tmp_path: Path) -
 
 
 def test_a_probe_keeps_its_budget(probed: Probed) -> None:
-    """A second, three times that on a busy machine; its own figure is the clock's."""
-    assert probed.seconds < 3.0
+    """A second; on a busy machine it may wait for the processor. Its own figure is the clock's."""
+    assert probed.seconds < 10.0
     assert 0.2 < probed.profile.elapsed_seconds <= probed.seconds
 
 

@@ -230,10 +230,12 @@ def test_a_sitecustomize_that_ours_hides_runs_too(tmp_path: Path) -> None:
     assert ours.stdout == "1 WhenImported\n", ours.stderr
 
 
-def test_switched_off_nothing_is_put_in_place() -> None:
-    """AUTOTUNE_OFFLOAD=0 leaves Python's imports alone."""
+@pytest.mark.parametrize(("word", "there"), [("0", False), ("Off", False), ("on", True), ("flase", True)])
+def test_switched_off_nothing_is_put_in_place(word: str, there: bool) -> None:
+    """AUTOTUNE_OFFLOAD=0 leaves Python's imports alone; a word that nobody knows is refused later, in words."""
     source = "import sys; print([type(each).__name__ for each in sys.meta_path])"
-    assert "WhenImported" not in done(*RUN, "--", sys.executable, "-c", source, AUTOTUNE_OFFLOAD="0").stdout
+    found = done(*RUN, "--", sys.executable, "-c", source, AUTOTUNE_OFFLOAD=word)
+    assert found.returncode == 0 and ("WhenImported" in found.stdout) is there
 
 
 FAKE_DEEPSPEED = {

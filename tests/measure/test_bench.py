@@ -206,10 +206,10 @@ class Clock(FakeAcceleratorDevice):
         """The clock."""
         return self.seconds
 
-    def widen(self, destination: Tensor, source: Tensor) -> float:
+    def widen(self, destination: Tensor, source: Tensor, kept: Tensor | None = None) -> float:
         """A pass that takes time."""
         self.seconds += destination.numel() * 1e-9
-        return super().widen(destination, source)
+        return super().widen(destination, source, kept)
 
 
 @pytest.mark.parametrize("most", [1_000, 20_000, 10_000_000])

@@ -99,7 +99,20 @@ def _run_the_next_one() -> None:
             sys.modules.setdefault(__name__, this)
 
 
-if os.environ.get("AUTOTUNE_OFFLOAD") != "0":
+def _switched_off() -> bool:
+    """Asks the one file that reads the switch: the package itself may not be installed for this Python."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "switch.py")
+    spec = importlib.util.spec_from_file_location("autotune_offload_switch", path)
+    assert spec is not None and spec.loader is not None
+    switch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(switch)
+    try:
+        return bool(switch.is_off())
+    except ValueError:  # refused in words where a run is decided on
+        return False
+
+
+if not _switched_off():
     sys.meta_path.insert(0, WhenImported())
     _say("started")
 if __name__ == "sitecustomize":
