@@ -108,6 +108,40 @@ PERSISTENCE_ELEMENTS = 100_000
 SUB_GROUP_ELEMENTS = 1_000_000_000
 """The ZeRO-3 sizes where the configuration names none (`runtime/zero/config.py`, the same in all of them)."""
 
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+NUMBERS = (
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "steps_per_print",
+)
+"""Top-level keys whose value DeepSpeed computes with as it stands (`runtime/config.py`, `runtime/engine.py`)."""
+
+SWITCHES = (
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "prescale_gradients",
+    "sparse_gradients",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "disable_allgather",
+    "disable_python_gc",
+    "dataloader_drop_last",
+)
+"""Top-level keys that it asks for their truth as they stand, where "false" is true (`runtime/config.py`)."""
+
+TOP_LEVEL = frozenset(
+    f"""
+    {ZERO} {" ".join(BATCH_KEYS)} {" ".join(NUMBERS)} {" ".join(SWITCHES)}
+    optimizer scheduler fp16 bf16 bfloat16 amp data_types zero_quantized_weights communication_data_type
+    activation_checkpointing aio flops_profiler autotuning elasticity comms_logger monitor_config tensorboard wandb
+    csv_monitor compression_training data_efficiency curriculum_learning checkpoint compile hybrid_engine
+    tensor_parallel pipeline zenflow eigenvalue progressive_layer_drop sparse_attention nebula
+    """.split()
+)
+"""Top-level keys by which a file is known as a ds_config."""
+
 PARAM_BUFFER_COUNT, PARAM_BUFFER_ELEMENTS, MAX_IN_CPU_ELEMENTS = 5, 100_000_000, 1_000_000_000
 OPTIMIZER_BUFFER_COUNT = 4
 """What the sections take for NVMe where they name nothing (`runtime/zero/offload_config.py`, the same in all)."""

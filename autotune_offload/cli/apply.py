@@ -46,6 +46,11 @@ def command(
     CONFIG itself is never changed. What changed and why goes to stderr. --json gives the tuned config
     together with the list of changes as one document.
     """
+    from autotune_offload.config import reading
+
+    config, on_the_way = reading.followed(config)
+    for sentence in on_the_way:
+        notice(sentence)
     _refuse_the_input(config, output)
     with stdout_set_aside():
         store = open_store(cache)

@@ -8,11 +8,25 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from autotune_offload.config import texts
 from autotune_offload.config.block import BLOCK
 from autotune_offload.config.keys import KEYS
 from autotune_offload.config.sections import as_flag, as_number, covers, relative, section, shown
 from autotune_offload.records import Record
-from autotune_offload.upstream import KNOWN, KNOWN_IN_SECTIONS, LEGACY, NEWEST, OLDEST, SECTION_STAGES, ZERO
+from autotune_offload.upstream import (
+    KNOWN,
+    KNOWN_IN_SECTIONS,
+    LEGACY,
+    NEWEST,
+    OLDEST,
+    SECTION_STAGES,
+    TOP_LEVEL,
+    ZERO,
+)
+
+_TEXTS = ("path", "dir", "file", "name", "folder", "team", "group", "project")
+_TEXT_SECTIONS = ("tensorboard", "wandb", "csv_monitor", "monitor_config", "nebula", "checkpoint")
+"""Where a key holds a text by its nature."""
 
 _NOT_WHOLE = frozenset({"ratio", "cpuadam_cores_perc", "nvme_path"})
 _INTEGER_TEXT = re.compile(r"\s*[+-]?\d+(_\d+)*(\.0+)?\s*")
@@ -40,18 +54,64 @@ def mistakes(config: Mapping[str, Any]) -> Iterator[Mistake]:
     Args:
         config: A ds_config as `reading.read` gives it.
     """
+    unfilled = list(_unfilled(config))
+    yield from unfilled
+    yield from _not_numbers(config)
     yield from misplaced(config)
     zero = config.get(ZERO)
     if isinstance(zero, Mapping):
+        named = {_subject(mistake) for mistake in unfilled}
         yield from _doubled(zero)
-        yield from refused(zero)
-        yield from unknown(zero)
+        yield from (mistake for mistake in refused(zero) if _subject(mistake) not in named)
+        yield from (mistake for mistake in unknown(zero) if _subject(mistake) not in named)
     elif ZERO in config and not isinstance(zero, bool):
         found = f"{ZERO} is {shown(zero)}, which DeepSpeed refuses"
         yield Mistake(found=found, fix='write an object such as {"stage": 3}')
     elif (near := near_section(config)) is not None:
         found = f'"{near}" at the top level has no effect, and there is no "{ZERO}"'
         yield Mistake(found=found, fix=f'rename it to "{ZERO}"', refused=False)
+
+
+def _subject(mistake: Mistake) -> str:
+    return mistake.found.partition(" is ")[0]
+
+
+def _unfilled(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Places that a template was to fill."""
+    for name, value, part in texts.placeholders(config):
+        fills_in = f"{name} is {shown(value)}: nobody has put a value in the place of {part}"
+        taken = "takes it as it stands" if _is_free_text(name) else "cannot use it"
+        yield Mistake(
+            found=f"{fills_in}, and DeepSpeed {taken}",
+            fix="fill in the template first (envsubst, or the script that writes the file), or write the value",
+            refused=not _is_free_text(name),
+        )
+
+
+def _is_free_text(name: str) -> bool:
+    """Whether any text passes there: paths and names, and what DeepSpeed does not know at all."""
+    top, last = name.partition(".")[0].partition("[")[0], name.rpartition(".")[2]
+    return top not in TOP_LEVEL or any(word in last for word in _TEXTS) or top in _TEXT_SECTIONS
+
+
+def _not_numbers(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Texts that DeepSpeed, or what it hands them to, fails at in arithmetic."""
+    for name, value, wanted in texts.batch_values(config):
+        yield Mistake(
+            found=f"{name} is {shown(value)}, which DeepSpeed cannot compute with", fix=f"write {wanted}"
+        )
+    for name, text in texts.number_texts(config):
+        yield Mistake(
+            found=f"{name} is {shown(text)}, a text, which goes on as it is and fails in the first comparison or "
+            "product",
+            fix=f"write {texts.unquoted(text)} without quotes",
+        )
+    for name, text in texts.switch_texts(config):
+        yield Mistake(
+            found=f"{name} is {shown(text)}, a text, which counts as true whatever it says",
+            fix=f"write {text.strip().lower()} without quotes",
+            refused=False,
+        )
 
 
 def still_auto(config: Mapping[str, Any]) -> tuple[str, ...]:

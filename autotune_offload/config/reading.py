@@ -20,6 +20,7 @@ from typing import Any
 
 import hjson
 
+from autotune_offload.config import foreign, texts
 from autotune_offload.errors import ConfigError
 
 MAX_CHARACTERS = 1 << 20
@@ -28,6 +29,9 @@ thousand of them make 100 KB."""
 
 MAX_PARTS = 1 << 16
 """Commas, colons and lines at most, which is what hjson's time follows."""
+
+_MOST_STEPS = 4
+"""Files that name one another; more are a circle."""
 
 _UNREADABLE = (ValueError, OverflowError, IndexError)
 """What hjson raises besides its own error, a ValueError: for numbers too large, and a comment without an end."""
@@ -60,6 +64,31 @@ def read(source: object) -> dict[str, Any]:
             "the configuration is nested too deeply to be read; DeepSpeed's has 4 levels"
         ) from None
     raise ConfigError(f"a DeepSpeed configuration cannot be a {type(source).__name__}; pass {_FORMS}")
+
+
+def followed(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """The ds_config that `path` is or leads to, with a sentence for each file on the way that is something else.
+
+    Where a file of another kind names none that is there, it is `path` itself, which `read` refuses in words.
+    """
+    said: list[str] = []
+    while len(said) < _MOST_STEPS:
+        found = _foreign_file(path)
+        target = foreign.beside(found.named, path) if found is not None and found.named else None
+        if found is None or target is None:
+            break
+        said.append(f"{path} is {found.what} and names {target}, which is taken")
+        path = target
+    return path, tuple(said)
+
+
+def _foreign_file(path: Path) -> foreign.Foreign | None:
+    with suppress(ConfigError, *_UNREADABLE, RecursionError):
+        text = _text_of(os.fspath(path))
+        _refuse_large(text, "it")
+        found = foreign.foreign(text)
+        return found if found is not None else foreign.foreign(text, hjson.loads(text))
+    return None
 
 
 def accepted(source: object) -> object:
@@ -127,9 +156,13 @@ def _read_str(text: str) -> dict[str, Any]:
 
 
 def _read_file(path: str) -> dict[str, Any]:
+    return _parse(_text_of(path), f'"{path}"')
+
+
+def _text_of(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)  # a bound of its own: a pipe or a device tells no size
+            return file.read(MAX_CHARACTERS + 1)  # a bound of its own: a pipe or a device tells no size
     except FileNotFoundError:
         raise _missing(path) from None
     except IsADirectoryError:
@@ -142,7 +175,6 @@ def _read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f'"{path}" cannot be read: {error.strerror}') from error
     except ValueError:
         raise ConfigError(f"{path!r} is no name that a file can have; expected {_FORMS}") from None
-    return _parse(text, f'"{path}"')
 
 
 def _from_text(text: str) -> dict[str, Any]:
@@ -184,13 +216,20 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     if not text.strip("\ufeff \t\r\n"):
         raise ConfigError(f"{where} is empty; expected a DeepSpeed configuration")
     _refuse_large(text, where)
+    _refuse_foreign(foreign.foreign(text), where)
     try:
         parsed = hjson.loads(text, object_pairs_hook=_unique(where))
     except hjson.HjsonDecodeError as error:
         raise ConfigError(_syntax(text, where, error)) from None
     except _UNREADABLE as error:
         raise ConfigError(f"{where} is not valid JSON or hjson: {error}") from None
+    _refuse_foreign(foreign.foreign(text, parsed), where)
     return _object(parsed, where)
+
+
+def _refuse_foreign(found: foreign.Foreign | None, where: str) -> None:
+    if found is not None:
+        raise ConfigError(f"{where} is {found.what} and no DeepSpeed configuration; {foreign.way_out(found)}")
 
 
 def _refuse_large(text: str, where: str) -> None:
@@ -209,6 +248,12 @@ def _refuse_large(text: str, where: str) -> None:
 
 def _syntax(text: str, where: str, error: hjson.HjsonDecodeError) -> str:
     at = f"line {error.lineno}, column {error.colno}"
+    lines = text.splitlines()
+    unfilled = next(
+        filter(None, map(texts.placeholder, lines[max(error.lineno - 2, 0) : error.lineno])), None
+    )
+    if unfilled is not None:
+        return f"{where} is a template that nobody filled in: {unfilled} at {at}; put the value there first"
     if error.msg.startswith("Unterminated"):
         return f"{where} looks cut short: the string that starts at {at} never ends; restore the rest"
     if error.pos >= len(text.rstrip()):

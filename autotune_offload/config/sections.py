@@ -88,12 +88,6 @@ def device_of(zero: Mapping[str, Any], name: Section) -> str | None:
     return device if stage_of(zero) in SECTION_STAGES[name] and device in ("cpu", "nvme") else None
 
 
-def offload_section(zero: Mapping[str, Any], section: Section) -> Mapping[str, Any]:
-    """What stands in `section`; nothing where it is no object."""
-    block = zero.get(section)
-    return block if isinstance(block, Mapping) else {}
-
-
 def stage_of(zero: Mapping[str, Any]) -> int:
     """The ZeRO stage; 0 where it is absent or no number."""
     number = as_number(zero.get("stage", 0))

@@ -45,8 +45,9 @@ def examine(config: Path | None = None, *, cache: Path | None = None) -> Examina
         config: a JSON or hjson file. One that cannot be read is a finding.
         cache: the folder of the profiles; None is the default one.
     """
-    read, unreadable = None, None
+    read, unreadable, on_the_way = None, None, tuple[str, ...]()
     if config is not None:
+        config, on_the_way = reading.followed(config)
         try:
             read = reading.read(config)
         except ConfigError as error:
@@ -55,6 +56,8 @@ def examine(config: Path | None = None, *, cache: Path | None = None) -> Examina
         answers=ask(config=read, cache=cache),
         store=Store(cache),
         config=read,
+        file=config,
+        on_the_way=on_the_way,
         unreadable=unreadable,
         environ=os.environ,
     )
@@ -98,7 +101,14 @@ def _config(case: Case) -> Iterator[Finding]:
             id="config",
             severity="will break",
             found=case.unreadable,
-            fix="correct the file; it is read as DeepSpeed reads it, as JSON or hjson",
+            fix="correct the file, or name the ds_config; it is read as DeepSpeed reads it, as JSON or hjson",
+        )
+    for sentence in case.on_the_way:
+        yield Finding(
+            id="config",
+            severity="notice",
+            found=sentence,
+            fix="none needed; name the ds_config itself to look at it alone",
         )
 
 

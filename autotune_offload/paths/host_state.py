@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune_offload.config.sections import as_flag, as_number, device_of, offload_section, stage_of
+from autotune_offload.config.sections import as_flag, as_number, device_of, section, stage_of
 from autotune_offload.records import Workload
 from autotune_offload.upstream import (
     MAX_IN_CPU_ELEMENTS,
@@ -38,14 +38,14 @@ def _of_optimizer(config: Mapping[str, Any], zero: Mapping[str, Any], workload: 
     device = device_of(zero, "offload_optimizer")
     if device is None:
         return {}
-    section = offload_section(zero, "offload_optimizer")
+    optimizer = section(zero, "offload_optimizer")
     elements, low = workload.elements, DTYPE_BYTES[workload.dtype] * workload.elements
     wide = 2 if _low_precision_master(config) else 4
     if device == "nvme":
-        count = _whole(section.get("buffer_count"), OPTIMIZER_BUFFER_COUNT)
+        count = _whole(optimizer.get("buffer_count"), OPTIMIZER_BUFFER_COUNT)
         largest = min(_whole(zero.get("sub_group_size"), SUB_GROUP_ELEMENTS), elements)
         return {"buffers of the optimizer on NVMe": count * largest * wide, "16-bit gradients": low}
-    share = _ratio(section) if stage_of(zero) == 3 else 1.0
+    share = _ratio(optimizer) if stage_of(zero) == 3 else 1.0
     return {
         "master weights": int(wide * elements * share),
         "optimizer state": int(_state_bytes(config) * elements * share),
@@ -59,27 +59,25 @@ def _of_parameters(zero: Mapping[str, Any], workload: Workload) -> dict[str, int
     device = device_of(zero, "offload_param")
     if device is None:
         return {}
-    section, size = offload_section(zero, "offload_param"), DTYPE_BYTES[workload.dtype]
+    parameters, size = section(zero, "offload_param"), DTYPE_BYTES[workload.dtype]
     own = -(-workload.parameter_elements // workload.world_size)  # frozen ones too
     if device == "cpu":
         return {"16-bit parameters": size * max(own, workload.elements)}
-    count = _whole(section.get("buffer_count"), PARAM_BUFFER_COUNT)
-    buffers = count * _whole(section.get("buffer_size"), PARAM_BUFFER_ELEMENTS)
-    kept = min(_whole(section.get("max_in_cpu"), MAX_IN_CPU_ELEMENTS), own)
+    count = _whole(parameters.get("buffer_count"), PARAM_BUFFER_COUNT)
+    buffers = count * _whole(parameters.get("buffer_size"), PARAM_BUFFER_ELEMENTS)
+    kept = min(_whole(parameters.get("max_in_cpu"), MAX_IN_CPU_ELEMENTS), own)
     return {"buffers of the parameters on NVMe": size * buffers, "parameters up to max_in_cpu": size * kept}
 
 
 def _low_precision_master(config: Mapping[str, Any]) -> bool:
     names = (("bf16", "bf16_master_weights_and_grads"), ("fp16", "fp16_master_weights_and_grads"))
-    blocks = ((config.get(block), name) for block, name in names)
-    return any(isinstance(block, Mapping) and as_flag(block.get(name)) is True for block, name in blocks)
+    return any(as_flag(section(config, block).get(name)) is True for block, name in names)
 
 
 def _state_bytes(config: Mapping[str, Any]) -> int:
     """Of the optimizer's moments, for each parameter."""
-    optimizer, bf16 = config.get("optimizer"), config.get("bf16")
-    name = str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
-    low = isinstance(bf16, Mapping) and as_flag(bf16.get("bf16_optimizer_states")) is True
+    name = str(section(config, "optimizer").get("type", "")).lower()
+    low = as_flag(section(config, "bf16").get("bf16_optimizer_states")) is True
     return (2 if low else 4) * (1 if any(one in name for one in _ONE_MOMENT) else 2)
 
 

@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from deepspeed.runtime.config import DeepSpeedConfig
 from hypothesis import example, given
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -940,12 +942,125 @@ def test_an_unknown_key_that_is_auto_breaks_nothing(case: Case) -> None:
     assert "drops it" in finding.found
 
 
+@pytest.mark.parametrize(
+    ("config", "says", "fix"),
+    [
+        ({"train_batch_size": "64"}, 'train_batch_size is "64"', "write 64 without quotes"),
+        ({"train_batch_size": "2.5"}, 'train_batch_size is "2.5"', "a whole number from 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0", "a whole number from 1"),
+        ({"optimizer": {"params": {"lr": "1e-5"}}}, 'optimizer.params.lr is "1e-5"', "write 1e-5 without"),
+        (
+            {"optimizer": {"params": {"betas": [0.9, "0.95"]}}},
+            'optimizer.params.betas is "0.95"',
+            "0.95 without",
+        ),
+        (
+            {"scheduler": {"params": {"warmup_num_steps": "10"}}},
+            "scheduler.params.warmup_num_steps",
+            "write 10",
+        ),
+        ({"gradient_clipping": "1.0"}, 'gradient_clipping is "1.0"', "write 1 without quotes"),
+        ({"train_batch_size": "$BATCH_SIZE"}, "in the place of $BATCH_SIZE", "fill in the template"),
+        ({"bf16": {"enabled": "{{ bf16 }}"}}, "in the place of {{ bf16 }}", "fill in"),
+        ({"zero_optimization": {"stage": "<stage>"}}, "in the place of <stage>", "fill in"),
+        ({"optimizer": {"params": {"lr": "TODO"}}}, "in the place of TODO", "fill in"),
+    ],
+)
+def test_what_fails_later_is_found_before(case: Case, config: dict[str, Any], says: str, fix: str) -> None:
+    """Texts and templates that DeepSpeed's parser takes, and its arithmetic does not: said once."""
+    case = replace(case, config={"train_micro_batch_size_per_gpu": 1, **config})
+    (finding,) = [f for f in found(case, "config-keys") if f.severity == "will break"]
+    assert says in finding.found
+    assert fix in finding.fix
+
+
+def _batch() -> Any:
+    return DeepSpeedConfig({"train_batch_size": "64", "train_micro_batch_size_per_gpu": "4"})
+
+
+def _rate() -> Any:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr="1e-5")  # type: ignore[arg-type]  # the fault
+
+
+def _clipping() -> Any:
+    return DeepSpeedConfig({"train_batch_size": 1, "gradient_clipping": "1.0"}).gradient_clipping > 0.0
+
+
+@pytest.mark.parametrize("fails", [_batch, _rate, _clipping])
+def test_deepspeed_really_fails_there(fails: Callable[[], Any]) -> None:
+    """Its own batch arithmetic, torch's own optimizer, and the comparison in the step."""
+    with pytest.raises(TypeError):
+        fails()
+
+
+def test_a_text_that_counts_as_true_costs(case: Case) -> None:
+    """The word false in quotes outside the sections; a placeholder in a path is a folder of that name."""
+    config = {"wall_clock_breakdown": "false", "tensorboard": {"output_path": "/logs/$USER"}}
+    findings = found(replace(case, config=config), "config-keys")
+    assert [f.severity for f in findings] == ["costs", "costs"]
+    assert any("counts as true" in f.found for f in findings)
+
+
+@pytest.mark.parametrize(
+    "value", ["auto", "WarmupLR", "log", "/local_nvme", "data/{}", "a < b", "100%", "true"]
+)
+def test_an_ordinary_text_is_no_placeholder(case: Case, value: str) -> None:
+    """Names, paths and the frameworks' own word."""
+    assert found(replace(case, config={"scheduler": {"params": {"warmup_type": value}}}), "config-keys") == []
+
+
+def test_one_section_without_effect_beside_one_with_effect_costs(case: Case) -> None:
+    """Stage 2 offloads the optimizer, and no parameters."""
+    finding = only(configured(case, {"stage": 2, **PINNED}), "config-offload")
+    assert finding.severity == "costs"
+    assert "offload_param has no effect at stage 2" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("zero", "why"),
+    [
+        ({"stage": 3, "offload_optimizer": None}, "offload_optimizer is null"),
+        ({"stage": 3, "offload_param": {"device": None}}, "offload_param.device is null"),
+        ({"stage": 3, "offload_param": {"device": "none"}}, 'offload_param.device is "none"'),
+        (
+            {"stage": 3, "offload_param": {"pin_memory": True}},
+            "offload_param names no device, which means none",
+        ),
+        ({"stage": 2, "cpu_offload_param": True}, "cpu_offload_param has no effect at stage 2"),
+    ],
+)
+def test_why_nothing_is_offloaded_is_said(case: Case, zero: dict[str, Any], why: str) -> None:
+    """The section's own reason, and not another one's."""
+    finding = only(replace(case, config={"zero_optimization": zero}), "config-offload")
+    assert f"({why})" in finding.found
+
+
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  deepspeed_config_file: {named}
+  zero3_init_flag: true
+distributed_type: DEEPSPEED
+"""
+
+
+def test_a_file_that_names_the_ds_config_leads_to_it(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at in the other's place, and a notice says so."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": "x"}}))
+    (tmp_path / "accelerate.yaml").write_text(ACCELERATE.format(named="ds.json"))
+    monkeypatch.setattr(examine, "ask", lambda **asked: Answers(answers={"config": []}))
+    findings = examine.examine(tmp_path / "accelerate.yaml", cache=tmp_path).findings
+    (notice,) = [f for f in findings if f.id == "config"]
+    assert f"names {tmp_path / 'ds.json'}, which is taken" in notice.found
+    assert any('offload_param is "x"' in f.found for f in findings)
+
+
 def test_a_wrong_stage_is_named(case: Case) -> None:
     """Parameters are offloaded at stage 3 alone."""
     zero = {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}}
-    assert (
-        "stage 2, where offload_param has no effect" in only(configured(case, zero), "config-offload").found
-    )
+    assert "offload_param has no effect at stage 2" in only(configured(case, zero), "config-offload").found
 
 
 def test_a_parser_that_could_not_be_asked_is_told(case: Case) -> None:

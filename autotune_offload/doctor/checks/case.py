@@ -25,6 +25,10 @@ class Case:
     answers: Answers
     store: Store
     config: Mapping[str, Any] | None = None
+    file: Path | None = None
+    """Where the config stands, if it is a file."""
+    on_the_way: tuple[str, ...] = ()
+    """What was said of files that only named it."""
     unreadable: str | None = None
     """Why the config file that was named cannot be read."""
     root: Path = Path("/")

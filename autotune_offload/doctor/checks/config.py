@@ -26,7 +26,9 @@ def keys(config: Mapping[str, Any]) -> Iterator[Finding]:
             id="config-keys",
             severity="will break" if mistake.refused else "costs",
             found=mistake.found,
-            costs=None if mistake.refused else "DeepSpeed takes the file, and ignores this part of it",
+            costs=None
+            if mistake.refused
+            else "DeepSpeed takes the file, and this part of it does not do what it says",
             fix=mistake.fix,
         )
     yield from _quoted(config)
@@ -111,9 +113,17 @@ def offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
         yield Finding(
             id="config-offload",
             severity="notice",
-            found="this file offloads nothing, so there is nothing to tune" + _wrong_stage(zero),
+            found=f"this file offloads nothing, so there is nothing to tune{_why_nothing(zero)}",
             fix=f'none needed, if so meant; else write "offload_optimizer": {{"device": "cpu"}} into "{ZERO}", at '
             "stage 1 to 3",
+        )
+    elif without := _without_effect(zero):
+        yield Finding(
+            id="config-offload",
+            severity="costs",
+            found=f"{ZERO}: {'; '.join(without)}",
+            costs="what it names stays on the device",
+            fix='use stage 3 for "offload_param", or take the section out',
         )
     for name, locks in sections.page_locks(config, version).items():
         if (given := section(zero, name)) and "pin_memory" not in given:
@@ -126,13 +136,32 @@ def offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
             )
 
 
-def _wrong_stage(zero: Mapping[str, Any]) -> str:
-    given = [name for name in SECTION_STAGES if section(zero, name)]
-    return (
-        f" (stage {json.dumps(zero.get('stage', 0))}, where {' and '.join(given)} has no effect)"
-        if given
-        else ""
-    )
+def _why_nothing(zero: Mapping[str, Any]) -> str:
+    """Why each section that is there offloads nothing."""
+    reasons = [*_without_effect(zero), *_without_device(zero)]
+    return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def _without_effect(zero: Mapping[str, Any]) -> list[str]:
+    """The sections and switches that name something to offload, at a stage where that does not act."""
+    stage = sections.stage_of(zero)
+    given = [
+        *((name, name) for name in SECTION_STAGES if section(zero, name).get("device") in ("cpu", "nvme")),
+        *((flag, name) for flag, name in LEGACY.items() if sections.as_flag(zero.get(flag)) is True),
+    ]
+    return [
+        f"{name} has no effect at stage {stage}" for name, acts in given if stage not in SECTION_STAGES[acts]
+    ]
+
+
+def _without_device(zero: Mapping[str, Any]) -> Iterator[str]:
+    for name in SECTION_STAGES:
+        if name in zero and not isinstance(zero[name], Mapping):
+            yield f"{name} is {sections.shown(zero[name])}"
+        elif name in zero and "device" not in zero[name]:
+            yield f"{name} names no device, which means none"
+        elif name in zero and zero[name]["device"] not in ("cpu", "nvme"):
+            yield f"{name}.device is {sections.shown(zero[name]['device'])}"
 
 
 def legacy(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
