@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -266,6 +267,35 @@ def test_a_failure_at_any_piece_costs_no_bit(
         assert same(left, trained(ours, 3))
     assert "out of order" in str(status.why_not) and len(caplog.records) == 1
     assert ours.operation.calls[ours.optimizer.opt_id] == 3 * 3
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_pieces_that_were_whole_before_an_earlier_one_failed_are_kept(
+    monkeypatch: pytest.MonkeyPatch, repeats: bool
+) -> None:
+    """DeepSpeed's operation runs over them in its one call, and they are put back."""
+    stock, ours = pairs(sizes=(1000, 1000), repeats=repeats)
+    _, status = attached(ours)
+    others, computed = threading.Event(), set()
+
+    def piece_of(*args: Any) -> adam.Piece:
+        real = REAL_PIECE_OF(*args)
+
+        def piece(begin: int, end: int, at: int, to: Tensor | None) -> None:
+            if at == 1:
+                assert others.wait(30)
+                raise RuntimeError("late")
+            real(begin, end, at, to)
+            computed.add(at)
+            if computed == {0, 2, 3}:
+                others.set()
+
+        return piece
+
+    left = trained(stock, 2)
+    monkeypatch.setattr(adam, "piece_of", piece_of)
+    assert same(left, trained(ours, 2))
+    assert "late" in str(status.why_not) and computed == {0, 2, 3}
 
 
 @pytest.mark.parametrize("number", [0, 2, 9])
