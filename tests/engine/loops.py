@@ -296,6 +296,8 @@ class World:
             for group, fp32 in enumerate(z.fp32_partitioned_groups_flat):
                 yield f"fp32 gradient {number}.{group}", fp32.grad
                 yield f"master weights {number}.{group}", fp32.detach()
+                for name, value in z.optimizer.state.get(fp32, {}).items():
+                    yield f"{name} {number}.{group}", value
             norm = engine.get_global_grad_norm()
             yield f"global norm {number}", None if norm is None else float(norm)
             yield (
