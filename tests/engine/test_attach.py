@@ -578,7 +578,7 @@ def test_a_partition_too_large_to_compare_is_deepspeeds_until_another_was_equal(
 # -- failures in the middle of training -----------------------------------------------------------
 
 
-def fail_at(patch: pytest.MonkeyPatch, owner: type, name: str, number: int, error: Exception) -> None:
+def fail_at(patch: pytest.MonkeyPatch, owner: type, name: str, number: int, error: BaseException) -> None:
     """The `number`-th call of a method raises, and only that one."""
     right, calls = getattr(owner, name), iter(range(1, 1000))
 
@@ -911,3 +911,134 @@ def test_a_path_is_closed_when_it_is_taken_out() -> None:
     engine.settled()
     assert_same(engine, stock)
     assert engine.device.pinned == {}
+
+
+# -- what a training loop may do besides ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("spec", STREAMED, ids=lambda s: f"{s.path}-{s.cast}-{s.host_threads}")
+def test_a_partition_met_again_before_the_epilogue_lands_in_order(spec: Candidate, place: str) -> None:
+    """A shared layer in reentrant checkpoints, a pass that raised and the next one, another engine's backward."""
+    engine, stock = Streamed(DeferredDevice(), 2, pinned=True), Engine(2)
+    attached(engine, on_host(spec) if place == "host" else spec, engine.device, check=False)
+    for one in (engine, stock):
+        one.backward(gradients(0), boundary=False)
+        z, again = one.optimizer, gradients(1)
+        z.is_gradient_accumulation_boundary = True
+        z.partition_grads(z.parameters, [gradient.clone() for gradient in again])
+        one.overwrite(again)
+        one.backward(gradients(2))
+    engine.settled()
+    assert_same(engine, stock)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("reader", ["_pre_step", "set_fp32_grad_for_param"])
+def test_whatever_reads_waits_for_a_pass_that_never_ended(reader: str, place: str) -> None:
+    """Its gradients and norms are where DeepSpeed's would be."""
+    engine, stock = Streamed(DeferredDevice(), 2, pinned=True), Engine(2)
+    spec = candidate(path="pinned")
+    attached(engine, on_host(spec) if place == "host" else spec, engine.device, check=False)
+    for one in (engine, stock):
+        one.backward(gradients(0), boundary=False)
+        z = one.optimizer
+        z.is_gradient_accumulation_boundary = True
+        z.partition_grads(z.parameters, gradients(1))
+        given = (9.0, z.parameters[1]) if reader.startswith("set") else ()
+        getattr(z, reader)(*given)
+    fp32 = engine.optimizer.fp32_partitioned_groups_flat[0].grad
+    assert torch.equal(fp32, stock.optimizer.fp32_partitioned_groups_flat[0].grad)
+    assert torch.equal(engine.optimizer.buffer, stock.optimizer.buffer)
+    assert sorted(engine.optimizer.norm_for_param_grads) == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("operation", ["d2h", "h2d", "record_event", "norm", "cast", "h2h", "host_add"])
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("path", ["direct", "pinned", "staged"])
+def test_ctrl_c_leaves_every_partition_whole(
+    monkeypatch: pytest.MonkeyPatch, path: str, number: int, operation: str, place: str
+) -> None:
+    """As before the pass or as after it; the path goes on, and what comes then is the same to the bit."""
+    engine, stock, before = Streamed(DeferredDevice(), 2, pinned=True), Engine(2), Engine(2)
+    cast: Any = "device" if operation == "cast" else "host"
+    spec = candidate(path=path, cast=cast, buffer_bytes=2048)
+    found = attached(engine, on_host(spec) if place == "host" else spec, engine.device, check=False)
+    for one in (engine, stock, before):
+        one.backward(gradients(0), boundary=False)
+    stock.backward(gradients(1))
+    with monkeypatch.context() as once:
+        fail_at(once, DeferredDevice, operation, number, KeyboardInterrupt())
+        for wait in (lambda: engine.backward(gradients(1)), *[engine.optimizer._pre_step] * 2):
+            with contextlib.suppress(KeyboardInterrupt):
+                wait()
+    engine.settled()
+    ours, theirs, old = (one.optimizer for one in (engine, stock, before))
+    for param in ours.parameters:
+        _, offset, size = ours.grad_position[param.ds_id]
+        low, fp32 = (
+            [source.narrow(0, offset, size) for source in sources]
+            for sources in (
+                [z.buffer for z in (ours, theirs, old)],
+                [z.fp32_partitioned_groups_flat[0].grad for z in (ours, theirs, old)],
+            )
+        )
+        after = torch.equal(low[0], low[1]) and torch.equal(fp32[0], fp32[1])
+        assert after or (torch.equal(low[0], low[2]) and torch.equal(fp32[0], fp32[2]))
+    for one in (engine, stock):
+        one.optimizer.micro_step_id = 0
+        one.backward(gradients(3), boundary=False)
+        one.backward(gradients(4))
+    engine.settled()
+    assert_same(engine, stock)
+    assert found.why_not is None and found.left_to_deepspeed == 0
+    detach(engine)
+    assert set(engine.device.pinned.values()) <= {sum(SIZES) * 4}
+
+
+@pytest.mark.parametrize("kind", ["second backward", "met twice", "accumulation", "boundary by hand"])
+def test_the_first_pass_of_each_kind_is_compared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """A path that goes wrong by then is found there, however many passes of other kinds were equal before."""
+    engine, stock = Engine(), Engine()
+    found = attached(engine)
+    for step in range(4):
+        for one in (engine, stock):
+            one.backward(gradients(step))
+            if step < 3:
+                one.optimizer.step()
+    compared = found.check.partitions if found.check else 0
+    with warnings_of(caplog) as warned:
+        for one in (engine, stock):
+            z = one.optimizer
+            if kind != "second backward":
+                z.step()
+            if kind == "met twice":
+                z.partition_grads(z.parameters, gradients(6))
+            elif kind == "accumulation":
+                one.accumulation = 2
+                one.backward(gradients(7), boundary=False)
+            elif kind == "boundary by hand":
+                one._is_gradient_accumulation_boundary = True
+            if one is engine:
+                spoil(monkeypatch, _one_bit)
+            one.backward(gradients(8))
+    assert compared == len(SIZES)
+    assert len(warned) == 1 and "differ" in warned[0]
+    assert_same(engine, stock)
+
+
+def test_a_kind_is_compared_once() -> None:
+    """Its second pass is the path's alone, and the times of both are told apart."""
+    engine = Engine()
+    found = attached(engine)
+    for step in range(6):
+        engine.backward(gradients(step))
+        engine.backward(gradients(10 + step))
+        engine.optimizer.step()
+    assert found.check is not None and found.check.partitions == 2 * len(SIZES)
+    assert len(found.stock_backward_seconds) == 1
+    assert len(found.backward_seconds) == 12 - 2 - 1

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conftest import pytest_configure
-from tests.reliability import FAULTS
-from tests.reliability.registry import AREAS, Outcome, run
+from tests.reliability import FAULTS, training_loops
+from tests.reliability.registry import AREAS, Outcome, cells, run
 
 _HEAD = """\
 # Reliability
 
-A tool that touches other people's training runs must be the last thing they suspect. Each fault below was
-injected for real in one run of
+A tool that touches other people's training runs must be the last thing they suspect: what a loop may do comes
+first, then what may go wrong. Each fault was injected for real in one run of
 
     python -m tests.reliability --write docs/reliability.md
 
@@ -54,6 +54,8 @@ def page(outcomes: Sequence[Outcome]) -> str:
     import torch
 
     lines = [
+        "## Faults",
+        "",
         f"Run on {platform.system()} {platform.machine()} as {'root' if os.geteuid() == 0 else 'a user'}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}: "
         + ", ".join(f"{number} {result}" for result, number in count.items())
@@ -62,13 +64,12 @@ def page(outcomes: Sequence[Outcome]) -> str:
     for area in AREAS:
         lines += ["", f"## {area}", "", "| fault | injected | must | happened | |", "|---|---|---|---|---|"]
         lines += [_row(outcome) for outcome in outcomes if outcome.fault.area == area]
-    return _HEAD + "\n".join(lines) + "\n"
+    return _HEAD + training_loops.section() + "\n" + "\n".join(lines) + "\n"
 
 
 def _row(outcome: Outcome) -> str:
     one = outcome.fault
-    cells = (one.name, one.injected, one.expected, outcome.happened, outcome.result)
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+    return cells(one.name, one.injected, one.expected, outcome.happened, outcome.result)
 
 
 if __name__ == "__main__":

@@ -94,3 +94,8 @@ def within(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def cells(*texts: str) -> str:
+    """One row of a table in Markdown."""
+    return "| " + " | ".join(" ".join(text.split()).replace("|", "\\|") for text in texts) + " |"

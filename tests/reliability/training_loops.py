@@ -1,0 +1,106 @@
+"""What a training loop may do with a path attached, and what is guaranteed in each: a table of docs/reliability.md."""
+
+from __future__ import annotations
+
+from tests.reliability.registry import cells
+
+TITLE = "What a training loop may do"
+
+_HEAD = f"""\
+## {TITLE}
+
+"The same" is: every loss, the accumulation buffer, the fp32 gradients, master weights, optimizer state, loss scale,
+counters, the global norm and the factor of clipping are those of DeepSpeed alone, to the last bit. Two things are
+excepted. The payload of a NaN is torch's own affair. The fp64 norm of a single partition is a sum in another order
+than DeepSpeed's and may differ in its last bits; where such bits would change the fp32 sum of a sub-group, which is
+all that goes on from there, the norms are computed again by DeepSpeed's own code. `python -m tests.engine.loops`
+does all of this at random, and finds a difference when a part of what holds it is taken out (`--without`).
+
+"""
+
+ROWS: tuple[tuple[str, str, str], ...] = (
+    (
+        "one or several backward passes before a step, with a forward each or through one graph",
+        "the same",
+        "tests/engine/loops.py: batch",
+    ),
+    (
+        "a parameter whose first gradient of a step comes in a later pass",
+        "the same: DeepSpeed adds to what an earlier step left in the accumulation buffer, which is always kept",
+        "tests/engine/test_attach.py: test_a_parameter_that_comes_late_finds_what_deepspeed_left",
+    ),
+    (
+        "accumulation changed (`set_train_batch_size`), or the boundary moved by hand",
+        "the same; the first pass of the new kind is compared with DeepSpeed's own code",
+        "tests/engine/loops.py: change_accumulation, move_boundary",
+    ),
+    (
+        "activation checkpoints of either kind, a layer that several of them share",
+        "the same: nothing is sent where something is still under way",
+        "tests/engine/test_attach.py: test_a_partition_met_again_before_the_epilogue_lands_in_order",
+    ),
+    (
+        "an exception in the backward pass is survived, with or without clearing the gradients",
+        "the same, also what DeepSpeed itself makes of it: what was reduced before has arrived wherever a method of "
+        "the optimizer's reads it. Reading its tensors past its methods, before the next epilogue, needs a wait on a "
+        "device with streams, as it does with DeepSpeed alone",
+        "tests/engine/loops.py: batch, throw_away",
+    ),
+    (
+        "Ctrl-C while a path works",
+        "every partition is whole, as before the pass or as after it; the path goes on",
+        "tests/engine/test_attach.py: test_ctrl_c_leaves_every_partition_whole",
+    ),
+    (
+        "a loss that runs through the module of another engine (GAN)",
+        "the same for both",
+        "tests/engine/loops.py: batch",
+    ),
+    (
+        "gradients read or changed, by DeepSpeed's functions or in place, before the step or before another pass",
+        "the same: later passes add to the accumulation buffer, which in-place changes do not reach, as in DeepSpeed",
+        "tests/engine/loops.py: edit",
+    ),
+    (
+        "`has_overflow()` by hand; infinities and NaNs in any dtype",
+        "the same answer, the same skipped steps",
+        "tests/engine/loops.py: ask_for_an_overflow",
+    ),
+    (
+        "layers frozen and unfrozen; experts that are not used",
+        "the same",
+        "tests/engine/loops.py: freeze, batch",
+    ),
+    (
+        "checkpoints saved and loaded",
+        "the same",
+        "tests/engine/loops.py: save, load",
+    ),
+    (
+        "the accumulation buffer sent away and brought back (`offload_states`)",
+        "the same",
+        "tests/engine/loops.py: away_and_back",
+    ),
+    (
+        "the path taken out and put in again, anywhere",
+        "the same: what is under way arrives first",
+        "tests/engine/loops.py: come_and_go",
+    ),
+    (
+        "gradients clipped, where the norm lies at a rounding of fp32",
+        "the same factor, and so the same weights",
+        "tests/engine/test_norms.py: test_at_a_rounding_the_norms_are_computed_in_deepspeeds_order",
+    ),
+    (
+        "a path that fails, at once or late",
+        "the same: what it was given is delivered from the accumulation buffer, and DeepSpeed's own code takes over, "
+        "with one warning",
+        "tests/engine/test_attach.py: test_a_copy_that_fails_late_is_made_good",
+    ),
+)
+
+
+def section() -> str:
+    """In Markdown."""
+    lines = ["| a loop may | guaranteed | held by |", "|---|---|---|", *(cells(*row) for row in ROWS)]
+    return _HEAD + "\n".join(lines) + "\n"
