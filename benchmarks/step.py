@@ -1,8 +1,8 @@
 """How long an optimizer step takes in the running ZeRO-3 optimizer: DeepSpeed's own against the compiled pass.
 
 Two engines in one process train the same 67M-parameter bf16 MLP from the same weights on the same data, with
-`DeepSpeedCPUAdam` and clipping at 1.0, which bites in every step: one is DeepSpeed's own, the other has the pass in its
-step and the direct path for its gradients. Their steps alternate, and after every pair all that a step leaves is
+`DeepSpeedCPUAdam` and clipping at 1.0: one is DeepSpeed's own, the other has the pass in its step and the direct path
+for its gradients. Their steps alternate, and after every pair all that a step leaves is
 compared: fp32 gradients, master weights, both moments, 16-bit weights. Measured: the step phase (`engine.step()`, with
 norms and all), the whole training step, and in the same rounds the floor: one pass over the 30 bytes that a parameter
 has, by as many threads and without arithmetic to speak of.
@@ -15,8 +15,10 @@ has, by as many threads and without arithmetic to speak of.
         bit_identical                                   everything compared, every pair
         cases                                           every case with medians and spread
 
-The first three are those of the first case, which offloads optimizer and parameters; the second offloads the optimizer
-only. Needs DeepSpeed's CPU Adam (built once, about a minute). Exits 1 when a bit differs.
+The first three are those of the first case, which offloads optimizer and parameters, with gradients within the
+clipping, so that DeepSpeed multiplies them by exactly 1. The second offloads the optimizer only; in the third every
+gradient is clipped, so that the pass, too, writes it. Needs DeepSpeed's CPU Adam (built once, about a minute). Exits 1
+when a bit differs.
 """
 
 from __future__ import annotations
@@ -45,16 +47,16 @@ from autotune_offload.records import Candidate
 from benchmarks.gradient_path import ROWS, WIDTH, mlp
 from benchmarks.output import reporting
 
-CASES = ("both offloads", "optimizer only")
+CASES = ("both offloads", "optimizer only", "clipped")
 METRICS = ("step_phase", "train_step")
-LOSS_FACTOR = 1e12
+CLIPPED_LOSS_FACTOR = 1e12
 """Makes every gradient norm exceed the clipping."""
 
 
 def config(case: str) -> dict[str, Any]:
     """ZeRO-3 with DeepSpeed's CPU Adam."""
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    if case == "both offloads":
+    if case != "optimizer only":
         zero["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -126,10 +128,10 @@ class Pass:
         return timed
 
 
-def train_step(engine: Any, batch: Tensor, work: Pass) -> dict[str, float]:
+def train_step(engine: Any, batch: Tensor, work: Pass, loss_factor: float) -> dict[str, float]:
     """Seconds of one step, by what was timed."""
     began, work.seconds = time.perf_counter(), 0.0
-    engine.backward(engine(batch).float().pow(2).mean() * LOSS_FACTOR)
+    engine.backward(engine(batch).float().pow(2).mean() * loss_factor)
     before = time.perf_counter()
     engine.step()
     ended = time.perf_counter()
@@ -177,14 +179,14 @@ def run_case(case: str, threads: int, rounds: int, warmup: int = 3) -> dict[str,
     """Alternate both engines over `rounds` pairs of steps."""
     seconds: dict[str, list[dict[str, float]]] = {"stock": [], "ours": []}
     floors: list[float] = []
-    identical, clipped = True, 0
+    identical, clipped, loss_factor = True, 0, CLIPPED_LOSS_FACTOR if case == "clipped" else 1.0
     with engines(case, threads) as both:
         floor = Floor(sum(g.numel() for g in both["ours"].optimizer.fp32_partitioned_groups_flat), threads)
         work = {way: Pass(engine.optimizer) for way, engine in both.items()}
         for round_index in range(-warmup, rounds):
             batch = torch.randn(ROWS, WIDTH).bfloat16().to(both["ours"].device)
             order = ("stock", "ours") if round_index % 2 else ("ours", "stock")
-            found = {way: train_step(both[way], batch, work[way]) for way in order}
+            found = {way: train_step(both[way], batch, work[way], loss_factor) for way in order}
             identical &= same(both["stock"], both["ours"])
             if round_index < 0:
                 floor.seconds()

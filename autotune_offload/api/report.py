@@ -73,7 +73,8 @@ class Report(Record, frozen=True, kw_only=True):
             return f"by DeepSpeed's own code{why_not}"
         if step.check is None:
             return "by DeepSpeed's own code, beside which one compiled pass is being compared"
-        words = f"{step.check.elements:,} values of the first {step.check.steps} were DeepSpeed's own to the last bit"
+        steps = f"the first {step.check.steps} steps"
+        words = f"{step.check.elements:,} values of {steps} were DeepSpeed's own to the last bit"
         if step.choice is None:
             return f"in turn by DeepSpeed's own code and by one compiled pass, which are being timed; {words}"
         return f"by one compiled pass; {words}; {step.choice.reason}"

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 from torch import Tensor
 
+from autotune_offload.errors import PinError
 from autotune_offload.machine import adam
 from autotune_offload.machine.device import Device, Event
 from autotune_offload.records import Record
@@ -202,16 +203,16 @@ class _Ring:
         self._events: list[Event | None] = [None] * count
         self._locked = page_lock and device.why_not_pinned() is None
         try:
-            while len(self._slots) < count:
-                self._slots.append(self._buffer(elements, dtype))
-        except BaseException:
+            self._fill(count, elements, dtype)
+        except PinError:  # then copies are not asynchronous, and nothing else is different
             self.close()
-            raise
+            self._locked = False
+            self._fill(count, elements, dtype)
 
-    def _buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        if self._locked:
-            return self._device.pinned_empty(elements, dtype)
-        return self._device.host_empty(elements, dtype)
+    def _fill(self, count: int, elements: int, dtype: torch.dtype) -> None:
+        make = self._device.pinned_empty if self._locked else self._device.host_empty
+        while len(self._slots) < count:
+            self._slots.append(make(elements, dtype))
 
     def __len__(self) -> int:
         return len(self._events)

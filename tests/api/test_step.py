@@ -19,7 +19,7 @@ CHOICE = StepChoice(threads=2, seconds={0: 0.2, 2: 0.1}, reason="100 ms against 
     [
         (StepStatus(why_not="the moments are not kept in fp32"), "by DeepSpeed's own code: the moments"),
         (StepStatus(), "is being compared"),
-        (StepStatus(check=CHECK), "are being timed; 5,000 values of the first 3 were DeepSpeed's own"),
+        (StepStatus(check=CHECK), "are being timed; 5,000 values of the first 3 steps were DeepSpeed's own"),
         (StepStatus(check=CHECK, choice=CHOICE), "by one compiled pass; 5,000 values"),
         (StepStatus(check=CHECK, choice=CHOICE), "100 ms against 200 ms"),
     ],

@@ -361,6 +361,17 @@ def test_weights_are_on_the_device_when_the_step_ends(
     assert detach_step(engine) and device.pinned == {}
 
 
+def test_memory_that_cannot_be_locked_costs_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring is pageable then."""
+    stock, ours = pairs()
+    device = DeferredDevice()
+    device.largest_pin_bytes = 0
+    apart(monkeypatch, device)
+    _, status = attached(ours, device=device)
+    assert same(trained(stock), trained(ours))
+    assert status.why_not is None and device.pinned == {}
+
+
 def test_copies_are_waited_for_only_when_their_buffer_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that they run beside the computation of later pieces."""
     ours = DeepSpeedZeroOptimizer_Stage3(sizes=(256 * 10,))

@@ -2,7 +2,8 @@
 
     python -m tests.matrix [VERSION ... | --half]
 
-Installs what is missing into .cache/matrix/<version>, without C++ operations and without dependencies (those
+Installs what is missing into .cache/matrix/<version>, without C++ operations (the CPU Adam alone is compiled, when
+its groups are first run, into .cache/matrix/<version>.ops) and without dependencies (those
 are the ones beside this interpreter, which constraints.txt pins), trains, and prints a table of versions and
 case groups. Exits 1 where anything differs from DeepSpeed's own code, or could not be run. Whatever ends it,
 the processes that it started end, too.
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests import op_builds
 from tests.matrix.driver import MARKER
 
 VERSIONS = (
@@ -211,6 +213,7 @@ def main() -> int:
     for version in versions:
         start = time.monotonic()
         install(version)
+        op_builds.remove_stale_locks(FOLDER / f"{version}.ops")
         results = run(version, options.groups)
         cells = [verdict(r for r in results if r["group"] == group) for group in options.groups]
         print(row([version, *cells, f"{time.monotonic() - start:.0f}"]), flush=True)
