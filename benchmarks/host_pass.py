@@ -5,7 +5,8 @@
 Over ELEMENTS values of each dtype, in turn in one process with one torch thread, each way once a round:
 the floor (torch's `copy_` to fp32, no norm), the compiled pass (fp32 and the fp64 sum of squares), the same that
 also keeps the values as they are, torch's operations in pieces, and DeepSpeed's own way (a fresh fp64 temporary
-for the norm, a fresh fp32 one for the copy). Prints medians with their quartiles; with --json one JSON document and nothing else.
+for the norm, a fresh fp32 one for the copy). Prints medians with their quartiles; with --json one JSON document
+and nothing else.
 """
 
 from __future__ import annotations
