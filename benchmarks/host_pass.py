@@ -3,9 +3,10 @@
     python -m benchmarks.host_pass [--json] [--rounds N]
 
 Over ELEMENTS values of each dtype, in turn in one process with one torch thread, each way once a round:
-the floor (torch's `copy_` to fp32, no norm), the compiled pass (fp32 and the fp64 sum of squares), torch's
-operations in pieces, and DeepSpeed's own way (a fresh fp64 temporary for the norm, a fresh fp32 one for the
-copy). Prints medians with their quartiles; with --json one JSON document and nothing else.
+the floor (torch's `copy_` to fp32, no norm), the compiled pass (fp32 and the fp64 sum of squares), the same that
+also keeps the values as they are, torch's operations in pieces, and DeepSpeed's own way (a fresh fp64 temporary
+for the norm, a fresh fp32 one for the copy). Prints medians with their quartiles; with --json one JSON document
+and nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ELEMENTS = 1 << 24
 
 def ways(destination: Tensor, source: Tensor) -> dict[str, Callable[[], object]]:
     """Name to one pass over the whole source."""
+    low = torch.empty_like(source)
 
     def deepspeed() -> object:
         norm = source.to(torch.float64).norm(2)
@@ -36,6 +38,7 @@ def ways(destination: Tensor, source: Tensor) -> dict[str, Callable[[], object]]
     return {
         "floor": lambda: destination.copy_(source),
         "compiled": lambda: host_pass.widen(destination, source),
+        "keeping": lambda: host_pass.widen(destination, source, low),
         "pieces": lambda: host_pass.in_pieces(destination, source),
         "deepspeed": deepspeed,
     }

@@ -327,8 +327,11 @@ def test_every_path_gives_the_same_bits_on_every_machine(name: str) -> None:
 class Careless(StagedPath):
     """A staged path that does not wait for the copy into its buffer."""
 
-    def offload(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+    def offload(
+        self, source: torch.Tensor, destination: torch.Tensor, low: torch.Tensor | None = None
+    ) -> None:
         """Empties the buffer at once."""
+        del low
         assert self._block is not None
         for low, fp32 in chunks(source, destination, self.buffer_elements):
             buffer = self._block[: low.numel()]

@@ -257,6 +257,18 @@ def test_detach_leaves_the_optimizer_as_it_was() -> None:
     assert not detach(engine)
 
 
+def test_a_path_that_goes_leaves_norms_in_deepspeeds_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is there any more who would see to it before they are added up."""
+    engine, stock = Engine(), Engine()
+    spoil(monkeypatch, lambda _, norm: norm * (1 + 1e-15))
+    attached(engine, check=False)
+    engine.backward(gradients(1))
+    stock.backward(gradients(1))
+    assert state(engine)[2] != state(stock)[2]
+    detach(engine)
+    assert state(engine) == state(stock)
+
+
 def test_attaching_again_replaces_the_path() -> None:
     """The first path's threads end; one detach is enough afterwards."""
     engine, before = Engine(), threading.active_count()

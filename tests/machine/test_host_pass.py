@@ -83,9 +83,11 @@ def test_tails_and_misaligned_starts_are_like_the_rest(dtype: torch.dtype) -> No
         for start in range(17):
             guarded = torch.full((length + 2,), 7.0)
             source = values[start : start + length]
-            squares = host_pass.widen(guarded[1 : 1 + length], source)
-            assert torch.equal(bits(guarded[1 : 1 + length]), bits(source.float()))
-            assert guarded[0] == guarded[-1] == 7.0
+            kept = torch.full((length + 2,), 7.0, dtype=dtype)
+            places = guarded[1 : 1 + length], source, kept[1 : 1 + length]
+            squares = host_pass.widen(*places)
+            assert torch.equal(bits(places[0]), bits(source.float())) and torch.equal(places[2], source)
+            assert guarded[0] == guarded[-1] == 7.0 == kept[0] == kept[-1]
             assert squares == pytest.approx(float(source.double().pow(2).sum()), rel=1e-13)
 
 
@@ -178,6 +180,13 @@ def test_memory_that_is_not_as_expected_is_refused(destination: Tensor, source: 
     """Before anything is written past its end."""
     with pytest.raises(ValueError, match="expected"):
         host_pass.widen(destination, source)
+
+
+@pytest.mark.parametrize("kept", [torch.empty(3), torch.empty(4).bfloat16(), torch.empty(8)[::2]])
+def test_memory_that_cannot_keep_the_values_as_they_are_is_refused(kept: Tensor) -> None:
+    """Another length, another dtype, or with gaps."""
+    with pytest.raises(ValueError, match="kept as they are"):
+        host_pass.widen(torch.empty(4), torch.empty(4), kept)
 
 
 # -- where the compiled form lies -----------------------------------------------------------------

@@ -96,16 +96,21 @@ def bits(tensor: Tensor) -> Tensor:
 def assert_offloads(
     device: Device, path: GradientPath, spec: Spec, sizes: list[int], dtype: torch.dtype, seed: int
 ) -> None:
-    """One pass; each source is overwritten behind its own offload, as the next bucket would."""
+    """One pass; each source is overwritten behind its own offload, as the next bucket would.
+
+    Every other one is to stay in low precision, too, in the kind of memory that its fp32 values have.
+    """
     sources = gradients(device, sizes, dtype, seed)
-    expected = [source.float().clone() for source in sources]
+    values = [source.clone() for source in sources]
     targets = destinations(device, sizes, spec.path)
-    for source, target in zip(sources, targets, strict=True):
-        path.offload(source, target)
+    lows = [target.clone().to(dtype) for target in targets]
+    for index, (source, target, low) in enumerate(zip(sources, targets, lows, strict=True)):
+        path.offload(source, target, None if index % 2 else low)
         device.cast(source, junk(source.numel(), dtype))
     path.drain()
-    for target, wanted in zip(targets, expected, strict=True):
-        assert torch.equal(bits(target), bits(wanted))
+    for index, (value, target, low) in enumerate(zip(values, targets, lows, strict=True)):
+        assert torch.equal(bits(target), bits(value.float()))
+        assert index % 2 or torch.equal(low, value)
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
