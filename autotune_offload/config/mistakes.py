@@ -104,7 +104,7 @@ def _not_numbers(config: Mapping[str, Any]) -> Iterator[Mistake]:
         yield Mistake(
             found=f"{name} is {shown(text)}, a text, which goes on as it is and fails in the first comparison or "
             "product",
-            fix=f"write {texts.unquoted(text)} without quotes",
+            fix=f"write {texts.unquoted(text)}",
         )
     for name, text in texts.switch_texts(config):
         yield Mistake(
