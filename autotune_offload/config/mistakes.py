@@ -11,7 +11,15 @@ from typing import Any
 from autotune_offload.config import texts
 from autotune_offload.config.block import BLOCK
 from autotune_offload.config.keys import KEYS
-from autotune_offload.config.sections import as_flag, as_number, covers, relative, shown
+from autotune_offload.config.sections import (
+    as_flag,
+    as_number,
+    covers,
+    device_of,
+    offload_section,
+    relative,
+    shown,
+)
 from autotune_offload.records import Record
 from autotune_offload.upstream import (
     KNOWN,
@@ -64,6 +72,7 @@ def mistakes(config: Mapping[str, Any]) -> Iterator[Mistake]:
         yield from _doubled(zero)
         yield from (mistake for mistake in refused(zero) if _subject(mistake) not in named)
         yield from (mistake for mistake in unknown(zero) if _subject(mistake) not in named)
+        yield from without_path(zero)
     elif ZERO in config and not isinstance(zero, bool):
         found = f"{ZERO} is {shown(zero)}, which DeepSpeed refuses"
         yield Mistake(found=found, fix='write an object such as {"stage": 3}')
@@ -192,6 +201,16 @@ def unknown(zero: Mapping[str, Any]) -> Iterator[Mistake]:
             yield Mistake(found=found, fix='DeepSpeed takes an object such as {"device": "cpu"}')
 
 
+def without_path(zero: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Sections on a disk of which nobody says where it is; DeepSpeed's parser takes them, and an assertion does not."""
+    for section in SECTION_STAGES:
+        if device_of(zero, section) == "nvme" and not offload_section(zero, section).get("nvme_path"):
+            yield Mistake(
+                found=f"{ZERO}.{section} is on nvme and has no nvme_path, which DeepSpeed stops at",
+                fix='write "nvme_path": the folder of a local NVMe drive',
+            )
+
+
 def _unknown_names(where: str, block: Mapping[str, Any], known: Collection[str]) -> Iterator[Mistake]:
     for name in block:
         if name not in known:
@@ -203,7 +222,7 @@ def _unknown_names(where: str, block: Mapping[str, Any], known: Collection[str])
 
 def _home_of(name: str, known: Collection[str]) -> str:
     """Where a key that is unknown in one place belongs, or which known one is the nearest."""
-    if name == BLOCK:
+    if name == BLOCK or name in TOP_LEVEL:
         return "move it to the top level"
     near = difflib.get_close_matches(name, known, n=1)
     homes = [f'"{section}"' for section, keys in KNOWN_IN_SECTIONS.items() if name in keys]
