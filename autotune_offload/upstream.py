@@ -30,6 +30,10 @@ NEEDS_NUMACTL_BELOW = Version("0.16")
 NATIVE_PINS_SINCE = Version("0.19.6")
 """The first DeepSpeed that reads DS_PIN_MEMORY_BACKEND."""
 
+SUPER_OFFLOAD_WAITS_SINCE = Version("0.18.9")
+"""The first DeepSpeed whose SuperOffload steps on the CPU during the backward pass only without gradient clipping
+(runtime/superoffload/superoffload_stage3.py: partition_grads); 0.18.8 stepped ahead and undid what clipping changed."""
+
 PINS_BY_DEFAULT_SINCE = "0.19.5"
 """The first DeepSpeed that takes an absent ``pin_memory`` as true (PR 8207)."""
 

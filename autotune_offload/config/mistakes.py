@@ -11,7 +11,7 @@ from typing import Any
 from autotune_offload.config import texts
 from autotune_offload.config.block import BLOCK
 from autotune_offload.config.keys import KEYS
-from autotune_offload.config.sections import as_flag, as_number, covers, relative, section, shown
+from autotune_offload.config.sections import as_flag, as_number, covers, device_of, relative, section, shown
 from autotune_offload.records import Record
 from autotune_offload.upstream import (
     KNOWN,
@@ -64,6 +64,7 @@ def mistakes(config: Mapping[str, Any]) -> Iterator[Mistake]:
         yield from _doubled(zero)
         yield from (mistake for mistake in refused(zero) if _subject(mistake) not in named)
         yield from (mistake for mistake in unknown(zero) if _subject(mistake) not in named)
+        yield from without_path(zero)
     elif ZERO in config and not isinstance(zero, bool):
         found = f"{ZERO} is {shown(zero)}, which DeepSpeed refuses"
         yield Mistake(found=found, fix='write an object such as {"stage": 3}')
@@ -104,7 +105,7 @@ def _not_numbers(config: Mapping[str, Any]) -> Iterator[Mistake]:
         yield Mistake(
             found=f"{name} is {shown(text)}, a text, which goes on as it is and fails in the first comparison or "
             "product",
-            fix=f"write {texts.unquoted(text)} without quotes",
+            fix=f"write {texts.unquoted(text)}",
         )
     for name, text in texts.switch_texts(config):
         yield Mistake(
@@ -193,6 +194,16 @@ def unknown(zero: Mapping[str, Any]) -> Iterator[Mistake]:
             yield Mistake(found=found, fix='DeepSpeed takes an object such as {"device": "cpu"}')
 
 
+def without_path(zero: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Sections on a disk of which nobody says where it is; DeepSpeed's parser takes them, and an assertion does not."""
+    for name in SECTION_STAGES:
+        if device_of(zero, name) == "nvme" and not section(zero, name).get("nvme_path"):
+            yield Mistake(
+                found=f"{ZERO}.{name} is on nvme and has no nvme_path, which DeepSpeed stops at",
+                fix='write "nvme_path": the folder of a local NVMe drive',
+            )
+
+
 def _unknown_names(where: str, block: Mapping[str, Any], known: Collection[str]) -> Iterator[Mistake]:
     for name in block:
         if name not in known:
@@ -204,7 +215,7 @@ def _unknown_names(where: str, block: Mapping[str, Any], known: Collection[str])
 
 def _home_of(name: str, known: Collection[str]) -> str:
     """Where a key that is unknown in one place belongs, or which known one is the nearest."""
-    if name == BLOCK:
+    if name == BLOCK or name in TOP_LEVEL:
         return "move it to the top level"
     near = difflib.get_close_matches(name, known, n=1)
     homes = [f'"{home}"' for home, keys in KNOWN_IN_SECTIONS.items() if name in keys]

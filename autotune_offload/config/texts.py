@@ -31,6 +31,9 @@ _WORDS = re.compile(
     r"(TODO|FIXME|TBD|XXX+|CHANGE[_ -]?ME|FILL[_ -]?(ME|IN)|REPLACE[_ -]?(ME|THIS).*|PLACEHOLDER|YOUR[_ -].*)",
     re.I,
 )
+_SWALLOWED = re.compile(r"[A-Za-z_][\w-]*,")
+"""A word without quotes and the comma behind it, which hjson takes for one text: a template's own variable."""
+
 _TRUTH = ("true", "false")
 
 
@@ -38,8 +41,9 @@ def placeholder(value: object) -> str | None:
     """The part of a text that somebody was to replace; None where there is none."""
     if not isinstance(value, str):
         return None
-    found = _PLACEHOLDER.search(value) or _WORDS.fullmatch(value.strip().rstrip(","))
-    return found[0] if found else None
+    text = value.strip()
+    found = _PLACEHOLDER.search(text) or _WORDS.fullmatch(text.rstrip(",")) or _SWALLOWED.fullmatch(text)
+    return found[0].rstrip(",") if found else None
 
 
 def placeholders(value: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
@@ -72,10 +76,11 @@ def batch_values(config: Mapping[str, Any]) -> Iterator[tuple[str, object, str]]
 
 
 def number_texts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Numbers in quotes where nobody makes numbers of them: dotted name and value."""
+    """Texts where a number is needed and nobody makes one of them: dotted name and value."""
     for name in NUMBERS:
-        if _is_number_text(config.get(name)):
-            yield name, config[name]
+        value = config.get(name)
+        if isinstance(value, str) and value != "auto" and not placeholder(value):
+            yield name, value
     for section in ("optimizer", "scheduler"):
         holder = config.get(section)
         params = holder.get("params") if isinstance(holder, Mapping) else None
@@ -99,6 +104,8 @@ def _is_number_text(value: object) -> bool:
 
 
 def unquoted(text: str) -> str:
-    """How to write such a number."""
+    """How to write such a number, in words."""
     number = as_number(text)
-    return text.strip() if number is None or not number.is_integer() else shown(number)
+    if number is None:
+        return "a number"
+    return f"{shown(number) if number.is_integer() else text.strip()} without quotes"

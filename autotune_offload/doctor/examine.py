@@ -112,6 +112,11 @@ def _config(case: Case) -> Iterator[Finding]:
         )
 
 
+def _strict_json(case: Case) -> Iterator[Finding]:
+    if case.file is not None and case.config is not None:
+        yield from config_checks.strict_json(case.file.read_text("utf-8"))
+
+
 def _parser(case: Case, config: Mapping[str, Any]) -> Iterator[Finding]:
     refusals = case.answers.answers.get("config")
     if refusals is not None:
@@ -154,10 +159,12 @@ HOST_CHECKS: dict[str, Check] = {
 
 CONFIG_CHECKS: dict[str, Check] = {
     "config": _config,
+    "strict-json": _strict_json,
     "config-keys": _of_config(lambda case, config: config_checks.keys(config)),
     "config-parser": _of_config(_parser),
     "config-auto": _of_config(lambda case, config: config_checks.autos(config, case.version)),
     "config-offload": _of_config(lambda case, config: config_checks.offload(config, case.version)),
+    "super-offload": _of_config(lambda case, config: config_checks.super_offload(config, case.version)),
     "config-legacy": _of_config(lambda case, config: config_checks.legacy(config, case.version)),
     "config-block": _of_config(lambda case, config: config_checks.block(config)),
     "zero-init": _of_config(

@@ -10,20 +10,24 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from autotune_offload.descendants import end_session
+from autotune_offload.descendants import end_session, run_in_session
 
 DEADLINE_SECONDS = 120.0
 """Longer than any import or driver start that was seen (40 s on a loaded host of two cores)."""
 
+_COMPILE_SECONDS = 30.0
+_BUILD = "TORCH_EXTENSIONS_DIR"
 _KILLED_SECONDS = 5.0  # a process that is stuck in the kernel does not die even then
 # not -m: with it Python puts the working directory first, where a file named torch.py may lie
 _START = (
@@ -149,6 +153,7 @@ def _questions(asked: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any
     if asked["config"] is not None:
         yield "config", lambda: _refusals(asked["config"])
     yield "compiler", _why_not_fused
+    yield "native_pins", _why_not_native
     yield "device", _device
     yield "link", _nvml_link
     yield "profile", lambda: _fitting_profile(asked["cache"])
@@ -200,6 +205,53 @@ def _why_not_fused() -> str | None:
     from autotune_offload.machine import host_pass
 
     return host_pass.why_not_fused(torch.bfloat16)
+
+
+def _why_not_native() -> str | None:
+    """Why DeepSpeed's own code for page-locking could not be built, where it is asked for; nothing is built."""
+    if os.environ.get("DS_PIN_MEMORY_BACKEND", "").strip().lower() != "native":
+        return None
+    from deepspeed.ops import op_builder
+
+    builder = getattr(op_builder, "PinMemoryBuilder", None)
+    if builder is None:
+        return None  # a DeepSpeed that does not read the variable
+    from deepspeed.git_version_info import installed_ops
+
+    return None if installed_ops.get("pin_memory") else _why_no_extension(builder())
+
+
+def _why_no_extension(builder: Any) -> str | None:
+    """What torch lacks to build an extension of C++: the sources, ninja, a compiler, Python's headers, a folder."""
+    from torch.utils import cpp_extension
+
+    if not builder.is_compatible():
+        return f"it is not for this system: {builder.error_log}"
+    missing = [name for name in builder.sources() if not Path(builder.deepspeed_src_path(name)).exists()]
+    if missing:
+        return f"DeepSpeed was installed without its sources ({missing[0]})"
+    if not cpp_extension.is_ninja_available():
+        return "ninja is not installed"
+    folder = Path(os.environ.get(_BUILD) or cpp_extension.get_default_build_root())
+    there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), folder)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return f"{there}, where torch builds ({_BUILD}), is no folder that can be written to"
+    return _why_no_compiler(os.environ.get("CXX") or "c++")
+
+
+def _why_no_compiler(compiler: str) -> str | None:
+    """None where a file that includes Python's headers passes the compiler's check of its syntax."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "check.cpp")
+        source.write_text("#include <Python.h>\n#include <vector>\n")
+        include = sysconfig.get_path("include")
+        command = [*shlex.split(compiler), "-std=c++17", "-fsyntax-only", f"-I{include}", str(source)]
+        try:
+            run_in_session(command, seconds=_COMPILE_SECONDS)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            words = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or ["no word"]
+            return f"the C++ compiler `{compiler}` fails: {words[0][:200]}"
+    return None
 
 
 def _fitting_profile(cache: str | None) -> dict[str, str]:

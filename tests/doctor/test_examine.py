@@ -18,9 +18,10 @@ import pytest
 import torch
 import yaml
 from deepspeed.runtime.config import DeepSpeedConfig
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
+from torch.utils import cpp_extension
 
 from autotune_offload.config import reading
 from autotune_offload.doctor import examine, self_report
@@ -414,6 +415,47 @@ def test_memory_that_is_not_registered_with_the_device_costs(case: Case) -> None
     device = {**CUDA, "pin_backend": "native, not registered with the device"}
     finding = only(under(saying(case, device=device), DS_PIN_MEMORY_BACKEND="native"), "pin-backend")
     assert (finding.severity, "10 to 17 GB/s" in str(finding.costs)) == ("costs", True)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_native_backend_that_cannot_be_built_will_break(case: Case, backend: str) -> None:
+    """What is missing is named; without the variable nobody needs it."""
+    case = under(saying(case, native_pins="ninja is not installed"), DS_PIN_MEMORY_BACKEND=backend)
+    findings = found(case, "pin-backend")
+    assert [f.severity for f in findings] == ["will break"] * (backend == "native")
+    assert all("cannot be built: ninja is not installed" in f.found for f in findings)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"CXX": "/nowhere/g++"}, "the C++ compiler `/nowhere/g++` fails"),
+        ({"CXX": "false"}, "the C++ compiler `false` fails"),
+        ({"TORCH_EXTENSIONS_DIR": "/dev/null/x"}, "/dev/null, where torch builds"),
+    ],
+)
+def test_what_a_build_lacks_is_asked_without_building(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
+) -> None:
+    """A compiler that is not there or refuses, and no folder to build in."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
+
+    class Builder:
+        """What is asked of DeepSpeed's own."""
+
+        error_log = None
+
+        def is_compatible(self) -> bool:
+            """On every system."""
+            return True
+
+        def sources(self) -> list[str]:
+            """There are none that could be missing."""
+            return []
+
+    assert says in str(self_report._why_no_extension(Builder()))
 
 
 NATIVE = {**CUDA, "pin_backend": "native"}
@@ -838,6 +880,7 @@ zeros = st.dictionaries(
 )
 
 
+@settings(deadline=None)  # the first example imports what counts bytes
 @example(
     zero={"cpu_offload": True, "stage": 1},
     optimizer=True,
@@ -960,6 +1003,8 @@ def test_an_unknown_key_that_is_auto_breaks_nothing(case: Case) -> None:
             "write 10",
         ),
         ({"gradient_clipping": "1.0"}, 'gradient_clipping is "1.0"', "write 1 without quotes"),
+        ({"steps_per_print": "LOG_INTERVAL"}, 'steps_per_print is "LOG_INTERVAL"', "write a number"),
+        ({"train_batch_size": "CONFIG_BATCH,"}, "in the place of CONFIG_BATCH,", "fill in"),
         ({"train_batch_size": "$BATCH_SIZE"}, "in the place of $BATCH_SIZE", "fill in the template"),
         ({"bf16": {"enabled": "{{ bf16 }}"}}, "in the place of {{ bf16 }}", "fill in"),
         ({"zero_optimization": {"stage": "<stage>"}}, "in the place of <stage>", "fill in"),
@@ -1055,6 +1100,41 @@ def test_a_file_that_names_the_ds_config_leads_to_it(
     (notice,) = [f for f in findings if f.id == "config"]
     assert f"names {tmp_path / 'ds.json'}, which is taken" in notice.found
     assert any('offload_param is "x"' in f.found for f in findings)
+
+
+@pytest.mark.parametrize(
+    ("version", "clipping", "costs"),
+    [("0.19.8", 1.0, True), ("0.18.9", "auto", True), ("0.18.8", 1.0, False), ("0.19.8", 0.0, False)],
+)
+def test_superoffload_with_clipping_does_not_overlap(
+    case: Case, monkeypatch: pytest.MonkeyPatch, version: str, clipping: object, costs: bool
+) -> None:
+    """From 0.18.9 on it waits for the norm; without clipping it does not."""
+    installed(monkeypatch, deepspeed=version)
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True, "super_offload": True}}
+    config = {"zero_optimization": zero, "gradient_clipping": clipping}
+    assert [f.severity for f in found(replace(case, config=config), "super-offload")] == ["costs"] * costs
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"train_batch_size": 8}', 0),
+        ('{\n  // a comment\n  "train_batch_size": 8\n}', 2),
+        ('{"train_batch_size": 8,}', 1),
+        ("{train_batch_size: 8}", 1),
+        ('\ufeff{"train_batch_size": 8}', 1),
+    ],
+    ids=["strict", "comment", "comma", "no quotes", "byte order mark"],
+)
+def test_what_only_deepspeeds_reader_takes_is_a_notice(
+    case: Case, tmp_path: Path, text: str, line: int
+) -> None:
+    """The Trainer, accelerate and Lightning stop at the line that is named."""
+    file = tmp_path / "ds.json"
+    file.write_text(text, encoding="utf-8")
+    findings = found(replace(case, file=file, config=reading.read(file)), "strict-json")
+    assert [(f.severity, f"line {line}," in f.found) for f in findings] == [("notice", True)] * bool(line)
 
 
 def test_a_wrong_stage_is_named(case: Case) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_offload.errors import ConfigError
@@ -332,6 +332,7 @@ _ODD = st.lists(
         )
     )
 )
+@settings(deadline=None)  # the disk may be busy
 def test_no_text_in_proc_or_sys_raises(
     tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str]
 ) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tests.reliability import cache, config, device, limits, ranks, signals
+from tests.reliability import cache, config, device, limits, ranks, reports, signals
 from tests.reliability.registry import FAULTS
 
-__all__ = ["FAULTS", "cache", "config", "device", "limits", "ranks", "signals"]
+__all__ = ["FAULTS", "cache", "config", "device", "limits", "ranks", "reports", "signals"]

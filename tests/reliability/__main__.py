@@ -25,6 +25,9 @@ which wrote this page; `make test` injects the same ones. A time-out is around e
 mount, a cgroup, another user) is "not possible here" with its reason. `python -m tests.reliability.soak` starts and
 destroys 500 engines in one process and prints what it held before and after.
 
+The last table holds public reports, each tried as its author would have met it, with the thread that tells it: what
+must be said or done for them.
+
 """
 
 

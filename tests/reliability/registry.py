@@ -14,10 +14,10 @@ from typing import Literal
 
 import pytest
 
-Area = Literal["limits", "device", "cache", "config", "ranks", "signals"]
+Area = Literal["limits", "device", "cache", "config", "ranks", "signals", "reports"]
 Check = Callable[[Path], str]
 
-AREAS: tuple[Area, ...] = ("limits", "device", "cache", "config", "ranks", "signals")
+AREAS: tuple[Area, ...] = ("limits", "device", "cache", "config", "ranks", "signals", "reports")
 SECONDS = 90
 """No fault may take longer, whatever hangs; the usual one takes less than one."""
 

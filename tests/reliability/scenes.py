@@ -98,6 +98,7 @@ def start(
     *,
     probe: Any = None,
     environment: Mapping[str, str] | None = None,
+    model: Any = None,
     **arguments: Any,
 ) -> Start:
     """`initialize` with DeepSpeed's own replaced by one that takes note; `probe` replaces ours, where given."""
@@ -121,7 +122,8 @@ def start(
         if probe is not None:
             patch.setattr(api_profile, "probe", probe)
         try:
-            engine, *_ = api_initialize.initialize(model=torch.nn.Linear(64, 64), config=config, **arguments)
+            model = torch.nn.Linear(64, 64) if model is None else model
+            engine, *_ = api_initialize.initialize(model=model, config=config, **arguments)
             seen.report = api_report.report(engine)
         except (Exception, KeyboardInterrupt) as error:
             seen.error = error

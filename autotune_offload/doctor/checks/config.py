@@ -12,7 +12,15 @@ from autotune_offload.config import mistakes, sections
 from autotune_offload.config.sections import section
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import Finding, Profile
-from autotune_offload.upstream import LEGACY, LEGACY_PIN, SECTION_STAGES, ZERO, pins_by_default
+from autotune_offload.upstream import (
+    LEGACY,
+    LEGACY_PIN,
+    SECTION_STAGES,
+    SUPER_OFFLOAD_WAITS_SINCE,
+    ZERO,
+    parse_version,
+    pins_by_default,
+)
 
 _DOCUMENTATION = "https://www.deepspeed.ai/docs/config-json/"
 _TUNED = "`autotune-offload apply` writes it; `autotune_offload.initialize` does so by itself"
@@ -134,6 +142,40 @@ def offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
                 costs="DeepSpeed before 0.19.5 takes false, later ones true: an upgrade changes what is page-locked",
                 fix=f"write true or false; {_TUNED}",
             )
+
+
+def super_offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
+    """SuperOffload with gradient clipping: the overlap that it is used for does not happen."""
+    zero = config.get(ZERO)
+    section = sections.offload_section(zero, "offload_optimizer") if isinstance(zero, Mapping) else {}
+    clipping = config.get("gradient_clipping", 0)
+    if sections.as_flag(section.get("super_offload")) is not True or clipping in (0, None):
+        return
+    if parse_version(version) >= SUPER_OFFLOAD_WAITS_SINCE:
+        yield Finding(
+            id="super-offload",
+            severity="costs",
+            found=f"super_offload with gradient_clipping {sections.shown(clipping)}: from DeepSpeed "
+            f"{SUPER_OFFLOAD_WAITS_SINCE} on ({version} here) the step on the CPU starts after the backward pass, "
+            "since it has to know the norm first",
+            costs="the overlap with the backward pass, which SuperOffload is used for",
+            fix='"gradient_clipping": 0 if the training allows it, with the framework\'s own (max_grad_norm) off too',
+        )
+
+
+def strict_json(text: str) -> Iterator[Finding]:
+    """What DeepSpeed's reader takes, and the strict JSON of frameworks does not."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        yield Finding(
+            id="strict-json",
+            severity="notice",
+            found=f"this file is hjson and no strict JSON: line {error.lineno}, column {error.colno}: {error.msg}",
+            costs="DeepSpeed reads it; the Hugging Face Trainer, accelerate and Lightning stop there",
+            fix="take out comments, trailing commas and a byte order mark, and put quotes around keys; or hand them "
+            "the dict from `autotune_offload.tune_config`, or what `autotune-offload apply` prints",
+        )
 
 
 def _why_nothing(zero: Mapping[str, Any]) -> str:

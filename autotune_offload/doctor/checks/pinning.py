@@ -33,6 +33,14 @@ def pin_backend(case: Case) -> Iterator[Finding]:
             found=f"DS_PIN_MEMORY_BACKEND=native has no effect: DeepSpeed {case.version} does not read it",
             fix=f"unset it, or use DeepSpeed {upstream.NATIVE_PINS_SINCE} or newer",
         )
+    elif named == "native" and (why := _why_not_built(case)):
+        yield Finding(
+            id="pin-backend",
+            severity="will break",
+            found=f"DS_PIN_MEMORY_BACKEND=native needs DeepSpeed's pin_memory operation, which cannot be built: {why}",
+            costs="`deepspeed.initialize` ends in a RuntimeError at the first block",
+            fix="mend what it names (`apt install g++ python3-dev`, `pip install ninja`), or unset the variable",
+        )
     if str(case.device.get("pin_backend")).startswith("native,"):
         yield Finding(
             id="pin-backend",
@@ -42,6 +50,11 @@ def pin_backend(case: Case) -> Iterator[Finding]:
             "registration on an H200 (DeepSpeed PR 8283)",
             fix="unset DS_PIN_MEMORY_REGISTER_DEVICE",
         )
+
+
+def _why_not_built(case: Case) -> str | None:
+    why = case.answers.errors.get("native_pins") or case.answers.answers.get("native_pins")
+    return str(why) if why else None
 
 
 def memlock(case: Case) -> Iterator[Finding]:
