@@ -14,7 +14,7 @@ from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.decide.entrant import Entrant
 from autotune_offload.decide.reasons import NOT_HERE, OUT_OF_TIME, PINS, by_time, words
 from autotune_offload.machine import limits
-from autotune_offload.paths.page_locking import PinRules, flat_blocks
+from autotune_offload.paths.page_locking import PinRules
 from autotune_offload.records import Accumulated, Baseline, Candidate, Choice, Path, Settings, ZeroSizes
 from autotune_offload.spread import interquartile_range
 from autotune_offload.workload import DTYPE_BYTES, middle_elements
@@ -402,13 +402,19 @@ class Verdict:
             yield from self._pinned_in_any_case(choice)
 
     def _pinned_in_any_case(self, choice: Choice) -> Iterator[str]:
+        if not self.rules.own_blocks:
+            return
+        below = self.rules.layout.stage in (1, 2)
         what = "with offload_param on, DeepSpeed page-locks its flat copy of the parameters whatever pin_memory says"
+        if below:
+            what = "this DeepSpeed page-locks its fp32 weights whatever pin_memory says"
         limit = self.rules.against_deepspeeds_own()
         if limit is not None:
-            yield f"{what}: it {limit}; without offload_param it is not made"
+            yield f"{what}: it {limit}" + (
+                "" if below else "; DeepSpeed will fail here: take offload_param out"
+            )
         elif choice.path != "pinned" and not choice.pin_optimizer:
-            flat = sum(map(limits.pinned_block_bytes, flat_blocks(self.rules.workload)))
-            yield f"{what}: {units.size(flat)}"
+            yield f"{what}: {units.size(sum(map(limits.pinned_block_bytes, self.rules.own_blocks)))}"
 
 
 def _modesty(entrant: Entrant[Candidate]) -> tuple[int, int, float]:

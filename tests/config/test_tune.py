@@ -117,7 +117,6 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             {OPT: False, REDUCE: 20_000_000, PREFETCH: 8_000_000},
             [
                 f'{PERSIST} stays "auto" (every fetch',
-                f"{SUB_GROUP} stays 1000000000",
                 'still "auto": train_batch_size',
             ],
         ),
@@ -126,10 +125,9 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             {OPT: False, PARAM: True, REDUCE: 20_000_000},
             [
                 f"{PREFETCH} stays 500000000 as you wrote it",
-                f"{SUB_GROUP} stays 1000000000000 as you wrote it",
             ],
         ),
-        ("optimizer_only_unpinned", {REDUCE: 20_000_000}, [f"{SUB_GROUP} stays 100000000"]),
+        ("optimizer_only_unpinned", {REDUCE: 20_000_000}, []),
         (
             "legacy_switches",
             {
@@ -141,7 +139,6 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
                 OPT: False,
                 PARAM: True,
                 PREFETCH: 8_000_000,
-                SUB_GROUP: 200_000_000,
             },
             [f"{REDUCE} stays 3000000"],
         ),
@@ -217,12 +214,26 @@ def test_examples_are_plain_json_that_deepspeed_takes_before_and_after(path: Pat
     for section in ("offload_optimizer", "offload_param"):
         if section in config["zero_optimization"]:
             assert after[f"{section}.pin_memory"] is tuned.config["zero_optimization"][section]["pin_memory"]
-    assert not [text for text in tuned.notices if "nvme" not in text and PERSIST not in text]
+    assert not [
+        text for text in tuned.notices if not any(key in text for key in ("nvme", PERSIST, SUB_GROUP))
+    ]
 
 
 def test_there_are_three_examples() -> None:
     """The folder of examples is where it is looked for."""
     assert [path.stem for path in EXAMPLES] == ["7b_24gb_offload_both", "nvme", "optimizer_only"]
+
+
+@pytest.mark.parametrize(
+    ("pins", "keep"), [(True, ()), (False, ()), (True, ("offload_optimizer.pin_memory",))]
+)
+def test_a_sub_group_size_is_written_where_its_blocks_are_page_locked(
+    pins: bool, keep: tuple[str, ...]
+) -> None:
+    """It is chosen so that they can be: without them it does nothing but cut the step into pieces."""
+    config = stage3(offload_optimizer={"device": "cpu", "pin_memory": False})
+    tuned = tune(config, a_choice(pin_optimizer=pins), version=VERSION, keep=keep)
+    assert written(tuned).get(SUB_GROUP) == (200_000_000 if pins and not keep else None)
 
 
 # -- page-locking ---------------------------------------------------------------------------------
@@ -358,7 +369,7 @@ def test_only_keys_that_act_are_written() -> None:
     assert set(written(tune(config, a_choice(), version=VERSION))) == {OPT, REDUCE}
     optimizer_only = stage3()
     del optimizer_only["zero_optimization"]["offload_param"]
-    assert set(written(tune(optimizer_only, a_choice(), version=VERSION))) == {OPT, REDUCE, SUB_GROUP}
+    assert set(written(tune(optimizer_only, a_choice(), version=VERSION))) == {OPT, REDUCE}
 
 
 # -- keep, deprecated switches, mistakes ----------------------------------------------------------
@@ -506,7 +517,6 @@ def test_written_keys_are_those_of_a_plain_stage_3_config() -> None:
         "offload_param": {"pin_memory": True},
         "reduce_bucket_size": 20_000_000,
         "stage3_prefetch_bucket_size": 8_000_000,
-        "sub_group_size": 200_000_000,
     }
 
 
