@@ -6,7 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from autotune_offload.config.sections import as_flag, as_number, device_of, stage_of
+from autotune_offload.config.sections import (
+    as_flag,
+    as_number,
+    device_of,
+    sixteen_bit_masters,
+    stage_of,
+)
 from autotune_offload.records import Record
 from autotune_offload.upstream import (
     LEGACY,
@@ -75,13 +81,6 @@ def layout_of(config: Mapping[str, Any] | None) -> Layout:
         sums_bytes=_sums_bytes(config),
         master_bytes=2 if sixteen_bit_masters(config) else 4,
     )
-
-
-def sixteen_bit_masters(config: Mapping[str, Any]) -> bool:
-    """Whether master weights and gradients are kept in 16 bits (`deepspeed/runtime/precision_config.py`)."""
-    names = (("bf16", "bf16_master_weights_and_grads"), ("fp16", "fp16_master_weights_and_grads"))
-    sections = ((config.get(name), key) for name, key in names)
-    return any(isinstance(each, Mapping) and as_flag(each.get(key)) is True for each, key in sections)
 
 
 def _device(zero: Mapping[str, Any], section: Section) -> Device | None:

@@ -31,14 +31,40 @@ def offloads_parameters(config: Mapping[str, Any]) -> bool:
     return switched or device_of(zero, "offload_param") == "cpu"
 
 
-def takes_a_path(config: Mapping[str, Any]) -> bool:
-    """Whether gradients leave by a path that can be attached: stage 3 with the optimizer on the CPU."""
+def why_no_path(config: Mapping[str, Any]) -> str | None:
+    """None where gradients leave by a path that can be attached, else why DeepSpeed's own code will carry them.
+
+    What the configuration tells beforehand of what a live engine is refused for (`engine.stage3`): the keys then
+    follow DeepSpeed's own copies from the start.
+    """
     zero = config.get(ZERO)
     if not isinstance(zero, Mapping) or stage_of(zero) != 3:
-        return False
+        return "paths are for ZeRO stage 3"
     block = zero.get("offload_optimizer")
     on_cpu = isinstance(block, Mapping) and block.get("device") == "cpu"
-    return on_cpu or as_flag(zero.get("cpu_offload")) is True
+    if not on_cpu and as_flag(zero.get("cpu_offload")) is not True:
+        return "the optimizer is not offloaded to the CPU"
+    if isinstance(block, Mapping) and as_flag(block.get("super_offload")) is True:
+        return "SuperOffload offloads gradients in its own way"
+    if isinstance(zero.get("zenflow"), Mapping):
+        return "ZenFlow offloads gradients in its own way"
+    if (as_number(zero.get("mics_shard_size")) or 0) > 0:
+        return "MiCS reduces gradients in its own way"
+    optimizer, compiled = config.get("optimizer"), config.get("compile")
+    if isinstance(optimizer, Mapping) and str(optimizer.get("type")).lower() == "muon":
+        return "Muon rewrites the gradients between backward and step"
+    if isinstance(compiled, Mapping) and as_flag(compiled.get("deepcompile")) is True:
+        return "DeepCompile reduces gradients past partition_grads"
+    if sixteen_bit_masters(config):
+        return "the master gradients have 16 bits, not fp32"
+    return None
+
+
+def sixteen_bit_masters(config: Mapping[str, Any]) -> bool:
+    """Whether master weights and gradients are kept in 16 bits (`deepspeed/runtime/precision_config.py`)."""
+    names = (("bf16", "bf16_master_weights_and_grads"), ("fp16", "fp16_master_weights_and_grads"))
+    sections = ((config.get(name), key) for name, key in names)
+    return any(isinstance(each, Mapping) and as_flag(each.get(key)) is True for each, key in sections)
 
 
 def nested(changes: Iterable[Change]) -> dict[str, Any]:

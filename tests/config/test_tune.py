@@ -716,4 +716,30 @@ def test_the_known_keys_of_the_sections_hold_the_parsers(section: str) -> None:
 )
 def test_a_path_needs_stage_3_and_an_optimizer_on_the_cpu(zero: dict[str, Any], takes: bool) -> None:
     """Elsewhere DeepSpeed's own code carries the gradients."""
-    assert config_sections.takes_a_path({"zero_optimization": zero}) is takes
+    assert (config_sections.why_no_path({"zero_optimization": zero}) is None) is takes
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "SuperOffload",
+        ),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlow"),
+        ({"zero_optimization": {"mics_shard_size": 8}}, "MiCS"),
+        ({"optimizer": {"type": "Muon"}}, "Muon"),
+        ({"compile": {"deepcompile": True}}, "DeepCompile"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "16 bits"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "16 bits"),
+    ],
+)
+def test_what_a_live_engine_would_be_refused_for_is_read_beforehand(
+    changes: dict[str, Any], why: str
+) -> None:
+    """So that no key is written for a path that nobody will carry."""
+    plain = stage3(mics_shard_size=-1, offload_optimizer={"device": "cpu", "super_offload": False})
+    plain |= {"optimizer": {"type": "AdamW"}, "compile": {"deepcompile": False}, "bf16": {"enabled": True}}
+    assert config_sections.why_no_path(plain) is None
+    zero = {**plain["zero_optimization"], **changes.get("zero_optimization", {})}
+    assert why in str(config_sections.why_no_path({**plain, **changes, "zero_optimization": zero}))
