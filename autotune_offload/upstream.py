@@ -38,6 +38,15 @@ PINS_BY_DEFAULT_SINCE = "0.19.5"
 """The first DeepSpeed that takes an absent ``pin_memory`` as true (PR 8207)."""
 
 
+MASTERS_PINNED_AS_TOLD_SINCE = Version("0.18.3")
+"""Before, stages 1 and 2 pin their fp32 weights whatever ``pin_memory`` says (`stage_1_and_2.py`; read in 0.16.9,
+0.18.0 and 0.19.8, the release from PR 7689)."""
+
+HALF_BUFFER_SINCE = Version("0.17.0")
+"""The first DeepSpeed whose stages 1 and 2 keep a 16-bit copy of the weights on the host (`stage_1_and_2.py`,
+param_buffer_of_bit16_for_cpu_offload_groups; PR 7309; 0.16.9 has none, 0.18.0 has it)."""
+
+
 def parse_version(text: str) -> Version:
     """`text` as a version.
 
@@ -110,6 +119,7 @@ REDUCE_BUCKET_ELEMENTS = 500_000_000
 PREFETCH_BUCKET_ELEMENTS = 50_000_000
 PERSISTENCE_ELEMENTS = 100_000
 SUB_GROUP_ELEMENTS = 1_000_000_000
+MAX_IN_CPU_ELEMENTS = 1_000_000_000
 """The ZeRO-3 sizes where the configuration names none (`runtime/zero/config.py`, the same in all of them)."""
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -24,6 +24,7 @@ from autotune_offload.api.profile import profile_for
 from autotune_offload.api.report import Report
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
+from autotune_offload.engine.attachment import Status
 from autotune_offload.engine.step_attach import StepSpec
 from autotune_offload.errors import ConfigError, UndecidedError
 from autotune_offload.machine import host
@@ -138,13 +139,14 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
     device = AcceleratorDevice()
     found = profile_for(config, workload_of(config, asked), settings, device, agreement)
     profile = found.profile
-    carry_path = (
+    wanted = (
         asked.attaches
-        and sections.takes_a_path(config)
         and settings.path != "deepspeed"
         and profile.choice.beats_deepspeed
         and trains(asked.model)
     )
+    why_no_path = sections.why_no_path(config)
+    carry_path = wanted and why_no_path is None
     choice, too_late = as_laid_out(profile.choice, config, asked.model, device)
     tuned = tune.tune(
         found.config,
@@ -159,12 +161,13 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         changes=tuned.changes,
         notices=(*found.loud, *found.notices, *too_late, *tuned.notices, *profile.warnings),
         source=found.source,
+        path=None if carry_path or not wanted else Status(why_not=why_no_path),
     )
     decided = Decided(
         config=tuned.config,
         report=report_,
         carry_path=carry_path,
-        step=_step(settings) if asked.attaches and sections.takes_a_path(config) else None,
+        step=_step(settings) if asked.attaches and why_no_path is None else None,
         device=device,
         strict=settings.strict,
     )

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from autotune_offload import documents
+from autotune_offload.config.layout import PLAIN, Layout
 from autotune_offload.config.tune import written_keys
 from autotune_offload.errors import BudgetError, ConfigError
 from autotune_offload.interruption import cleaned_up
 from autotune_offload.machine import host
-from autotune_offload.machine import limits as machine_limits
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
 from autotune_offload.places import config_file
@@ -27,7 +27,7 @@ from autotune_offload.workload import default_workload
 
 if TYPE_CHECKING:
     from autotune_offload.records import Progress
-from autotune_offload.profiles.lookup import MEMORY_SHARE, capped
+from autotune_offload.profiles.lookup import MEMORY_SHARE, capped, limits_of_rank
 
 _DECIDE_BY = 0.9
 """Trials end at this part of the budget; the round under way, the rules and the profile need the rest."""
@@ -66,6 +66,7 @@ def probe(
     progress: Progress | None = None,
     missed: Miss | None = None,
     ranks_per_host: int = 1,
+    layout: Layout = PLAIN,
 ) -> Profile:
     """Measure this host, choose, and return the profile. Saves nothing.
 
@@ -80,6 +81,7 @@ def probe(
         missed: what `lookup` said of the stored profile; a re-check's time is kept for the next start.
         ranks_per_host: processes that call this at the same time on this host, so that each gets its share of
             the memory, and the contention between them is in the times. Nothing here waits for another.
+        layout: what the configuration says of stage, devices and sizes; None is stage 3 with both offloads on the CPU.
 
     Raises:
         ConfigError: a plan or a fixed setting that cannot be used.
@@ -100,14 +102,7 @@ def probe(
     loaded = load_plan(plan, budget_seconds)
     workload = workload or default_workload()
     facts, software = device.host_facts() or host.facts(), host.software()
-    cap = None if isinstance(steer.max_pinned_bytes, str) else steer.max_pinned_bytes
-    limits = device.host_limits(cap) or machine_limits.limits(
-        max_pinned_bytes=cap,
-        pin_backend=device.identity.pin_backend,
-        ranks_per_host=max(
-            ranks_per_host, machine_limits.ranks_here(workload.world_size, device.identity.count)
-        ),
-    )
+    limits = limits_of_rank(device, workload, steer, ranks_per_host=ranks_per_host)
     report, share = progress or _silent, loaded.measure_share
     memory_bytes = limits.available_bytes // MEMORY_SHARE
     pin_bytes = pin_cap_bytes(loaded, limits.pinnable_bytes, memory_bytes)
@@ -136,6 +131,7 @@ def probe(
             cache_bytes=facts.last_level_cache_bytes,
             deadline=started + loaded.budget_seconds * _DECIDE_BY,
             progress=lambda what, done: report(what, share + done * (1 - share)),
+            layout=layout,
         )
     report("done", 1.0)
     return Profile(
@@ -148,6 +144,7 @@ def probe(
             limits=limits,
             workload=workload,
             settings=steer,
+            layout=layout,
         ).fingerprint(),
         host=facts,
         device=device.identity,

@@ -10,6 +10,7 @@ from autotune_offload import records
 from autotune_offload.api.notices import log, warn
 from autotune_offload.api.probe import load_plan, probe
 from autotune_offload.config.keys import NAMES
+from autotune_offload.config.layout import layout_of
 from autotune_offload.errors import ProfileError
 from autotune_offload.interruption import cleaned_up
 from autotune_offload.machine.accelerator import AcceleratorDevice
@@ -41,11 +42,12 @@ def profile_for(
     """The stored profile of this environment, or a new one that is stored if it can be; agreed by all ranks."""
     store = Store()
     budget = None if isinstance(settings.budget_seconds, str) else settings.budget_seconds
+    layout = layout_of(config)
 
     missed: list[Miss] = []
 
     def look() -> Profile | None:
-        found = lookup(store, workload, device, settings)
+        found = lookup(store, workload, device, settings, layout)
         if not isinstance(found, Miss):
             return found
         missed.append(found)
@@ -65,6 +67,7 @@ def profile_for(
                 device=device,
                 missed=missed[-1] if missed else None,
                 ranks_per_host=ranks_per_host,
+                layout=layout,
             )
 
     if agreement is None and ranks_group.announced_ranks() == 1:

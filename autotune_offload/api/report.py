@@ -120,10 +120,18 @@ def report(engine: Any) -> Report:
 def _really_pinned(engine: Any) -> dict[str, int]:
     """Bytes of DeepSpeed's own host buffers that are page-locked, by what they are for."""
     optimizer = getattr(engine, "optimizer", None)
+    sums = getattr(optimizer, "accumulated_grads_in_cpu", None) or {}
+    weights = getattr(optimizer, "single_partition_of_fp32_groups", None) or []
+    fp32 = [*(getattr(optimizer, "fp32_partitioned_groups_flat", None) or []), *weights]
     buffers = {
-        "gradient accumulation": [getattr(optimizer, "grad_partitions_flat_buffer", None)],
-        "fp32 gradients": [p.grad for p in getattr(optimizer, "fp32_partitioned_groups_flat", None) or []],
-        "16-bit parameters": [getattr(optimizer, "lp_param_buffer", None)],
+        "gradient accumulation": [getattr(optimizer, "grad_partitions_flat_buffer", None), *sums.values()],
+        "fp32 gradients": [partition.grad for partition in fp32],
+        "16-bit parameters": [
+            getattr(optimizer, "lp_param_buffer", None),
+            *(getattr(optimizer, "param_buffer_of_bit16_for_cpu_offload_groups", None) or []),
+        ],
+        "fp32 weights": weights,
+        "one gradient": [getattr(optimizer, "temp_grad_buffer_for_cpu_offload", None)],
     }
     return {name: sum(_pinned_bytes(t) for t in tensors) for name, tensors in buffers.items()}
 

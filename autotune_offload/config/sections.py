@@ -34,11 +34,37 @@ def offloads_parameters(config: Mapping[str, Any]) -> bool:
     return switched or device_of(zero, "offload_param") == "cpu"
 
 
-def takes_a_path(config: Mapping[str, Any]) -> bool:
-    """Whether gradients leave by a path that can be attached: stage 3 with the optimizer on the CPU."""
+def why_no_path(config: Mapping[str, Any]) -> str | None:
+    """None where gradients leave by a path that can be attached, else why DeepSpeed's own code will carry them.
+
+    What the configuration tells beforehand of what a live engine is refused for (`engine.stage3`): the keys then
+    follow DeepSpeed's own copies from the start.
+    """
     zero = section(config, ZERO)
-    on_cpu = section(zero, "offload_optimizer").get("device") == "cpu"
-    return stage_of(zero) == 3 and (on_cpu or as_flag(zero.get("cpu_offload")) is True)
+    optimizer = section(zero, "offload_optimizer")
+    if stage_of(zero) != 3:
+        return "paths are for ZeRO stage 3"
+    if optimizer.get("device") != "cpu" and as_flag(zero.get("cpu_offload")) is not True:
+        return "the optimizer is not offloaded to the CPU"
+    if as_flag(optimizer.get("super_offload")) is True:
+        return "SuperOffload offloads gradients in its own way"
+    if isinstance(zero.get("zenflow"), Mapping):
+        return "ZenFlow offloads gradients in its own way"
+    if (as_number(zero.get("mics_shard_size")) or 0) > 0:
+        return "MiCS reduces gradients in its own way"
+    if str(section(config, "optimizer").get("type")).lower() == "muon":
+        return "Muon rewrites the gradients between backward and step"
+    if as_flag(section(config, "compile").get("deepcompile")) is True:
+        return "DeepCompile reduces gradients past partition_grads"
+    if sixteen_bit_masters(config):
+        return "the master gradients have 16 bits, not fp32"
+    return None
+
+
+def sixteen_bit_masters(config: Mapping[str, Any]) -> bool:
+    """Whether master weights and gradients are kept in 16 bits (`deepspeed/runtime/precision_config.py`)."""
+    names = (("bf16", "bf16_master_weights_and_grads"), ("fp16", "fp16_master_weights_and_grads"))
+    return any(as_flag(section(config, name).get(key)) is True for name, key in names)
 
 
 def nested(changes: Iterable[Change]) -> dict[str, Any]:

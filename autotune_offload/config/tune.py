@@ -37,7 +37,16 @@ from autotune_offload.config.sections import (
     stage_of,
 )
 from autotune_offload.records import Change, Choice, Record, Scalar
-from autotune_offload.upstream import LEGACY, LEGACY_PIN, OLDEST, SECTION_STAGES, ZERO, Section, parse_version
+from autotune_offload.upstream import (
+    LEGACY,
+    LEGACY_PIN,
+    OLDEST,
+    SECTION_STAGES,
+    ZERO,
+    Section,
+    parse_version,
+    pins_by_default,
+)
 
 
 class Tuned(Record, frozen=True, kw_only=True):
@@ -212,6 +221,8 @@ class _Tuning(msgspec.Struct, kw_only=True):
     def _apply_size(self, key: Key, holder: dict[str, Any], name: str) -> None:
         size: int | None = getattr(self.choice.sizes, key.field)
         acts = self.stage in key.stages and device_of(self.zero, key.section) in key.devices
+        if key.field == "sub_group_elements" and not self._pins(key.section):
+            size = None  # it is chosen so that its blocks can be page-locked
         given = holder.get(name)
         if self._kept(key) or (given == "auto" and not self.fill_auto):
             return
@@ -231,6 +242,12 @@ class _Tuning(msgspec.Struct, kw_only=True):
             reason += f'; you wrote "auto", which the Trainer had made {shown(holder[name])}'
         if holder.get(name) != size:
             self._write(key, holder, name, size, reason)
+
+    def _pins(self, section: Section) -> bool:
+        """Whether this section page-locks, now that its own key is written."""
+        block = self.zero.get(section)
+        given = as_flag(block.get("pin_memory")) if isinstance(block, dict) else None
+        return pins_by_default(str(self.version)) if given is None else given
 
     def _note_auto(self, key: Key, name: str, acts: bool) -> None:
         inert = f"it follows from the measurements only at stage 3 with {key.section} on cpu"

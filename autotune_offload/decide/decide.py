@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from autotune_offload.config.layout import PLAIN, Layout
 from autotune_offload.decide.accumulations import over_accumulations
 from autotune_offload.decide.candidates import admitted, effective, key, kind
 from autotune_offload.decide.cost_model import CostModel
@@ -78,6 +79,7 @@ def decide(
     cache_bytes: int,
     deadline: float,
     progress: Progress,
+    layout: Layout = PLAIN,
 ) -> Decision:
     """Choose how this workload's gradients leave this device.
 
@@ -92,6 +94,7 @@ def decide(
         cache_bytes: last-level cache; the sample of the workload exceeds it where time allows.
         deadline: on the device's clock, when the trials end.
         progress: told what is being tried, and the part of the trials' time that is spent.
+        layout: what the configuration says of stage, devices and sizes; the plain one without.
 
     Raises:
         ConfigError: the user fixed something that this host cannot do.
@@ -103,7 +106,8 @@ def decide(
         pin=measurements.pin,
         limits=limits,
         locks=device.identity.pin_backend != "none",
-        bounces=stock.name == _BOUNCES,
+        layout=layout,
+        version=".".join(map(str, deepspeed_version)),
     )
     steps = _micro_steps(device, workload)
     passes_by = deadline
@@ -129,7 +133,7 @@ def decide(
             with contextlib.closing(Bench(device, workload, elements, parts=1)) as bench:
                 trial = AccumulationTrial(device, bench, steps)
                 outcome = over_accumulations(passes, trial, deadline)
-    return decision(Verdict(outcome, rules, steer), zero_sizes(model, workload, device, measurements))
+    return decision(Verdict(outcome, rules, steer), zero_sizes(model, workload, device, rules))
 
 
 def _micro_steps(device: Device, workload: Workload) -> int:

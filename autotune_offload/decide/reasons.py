@@ -8,7 +8,6 @@ from autotune_offload import units
 from autotune_offload.decide.entrant import Entrant
 from autotune_offload.decide.verdict import Verdict
 from autotune_offload.machine import limits
-from autotune_offload.paths.page_locking import flat_blocks
 from autotune_offload.records import PATHS, Baseline, Candidate, Choice
 
 NOT_HERE = "page-locked memory is not on offer here"
@@ -134,12 +133,17 @@ def warnings(verdict: Verdict, choice: Choice) -> Iterator[str]:
 
 
 def _pinned_in_any_case(verdict: Verdict, choice: Choice) -> Iterator[str]:
+    rules = verdict.rules
+    if not rules.own_blocks:
+        return
+    below = rules.layout.stage in (1, 2)
     what = (
         "with offload_param on, DeepSpeed page-locks its flat copy of the parameters whatever pin_memory says"
     )
-    limit = verdict.rules.against_deepspeeds_own()
+    if below:
+        what = "this DeepSpeed page-locks its fp32 weights whatever pin_memory says"
+    limit = rules.against_deepspeeds_own()
     if limit is not None:
-        yield f"{what}: it {limit}; without offload_param it is not made"
+        yield f"{what}: it {limit}" + ("" if below else "; DeepSpeed will fail here: take offload_param out")
     elif choice.path != "pinned" and not choice.pin_optimizer:
-        flat = sum(map(limits.pinned_block_bytes, flat_blocks(verdict.rules.workload)))
-        yield f"{what}: {units.size(flat)}"
+        yield f"{what}: {units.size(sum(map(limits.pinned_block_bytes, rules.own_blocks)))}"

@@ -6,12 +6,12 @@ from autotune_offload.config.keys import NAMES
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.line import Line
 from autotune_offload.machine.device import Device
-from autotune_offload.records import Measurements, Memory, PinCost, Workload, ZeroSizes
+from autotune_offload.paths.page_locking import PinRules
+from autotune_offload.records import Memory, Workload, ZeroSizes
 from autotune_offload.upstream import (
     PERSISTENCE_ELEMENTS,
     PREFETCH_BUCKET_ELEMENTS,
     REDUCE_BUCKET_ELEMENTS,
-    SUB_GROUP_ELEMENTS,
 )
 from autotune_offload.workload import DTYPE_BYTES
 
@@ -28,19 +28,19 @@ _UNKNOWN_MEMORY_BYTES = 8 << 30
 """Taken where the device does not tell its memory: the least that offloading is used with."""
 
 
-def zero_sizes(model: CostModel, workload: Workload, device: Device, measurements: Measurements) -> ZeroSizes:
+def zero_sizes(model: CostModel, workload: Workload, device: Device, rules: PinRules) -> ZeroSizes:
     """The ZeRO-3 sizes for this device, workload and link.
 
     Where nothing runs beside the host there is nothing to overlap, and DeepSpeed's own values stay.
     """
-    values: dict[str, tuple[int | None, str]] = {"sub_group_elements": _sub_group(measurements.pin)}
+    values: dict[str, tuple[int | None, str]] = {"sub_group_elements": _sub_group(rules)}
     if device.synchronous:
         kept = f"stays DeepSpeed's own, since nothing overlaps on the {device.identity.kind}"
         names = ("reduce_bucket_elements", "prefetch_bucket_elements", "persistence_threshold_elements")
         values |= dict.fromkeys(names, (None, kept))
     else:
         low = DTYPE_BYTES[workload.dtype]
-        memory: Memory = "pinned" if measurements.pin.largest_bytes else "pageable"
+        memory: Memory = "pinned" if rules.pin.largest_bytes else "pageable"
         down, up = model.rates.line("d2h", memory), model.rates.line("h2d", memory)
         bucket_bytes = (device.identity.memory_bytes or _UNKNOWN_MEMORY_BYTES) * _DEVICE_MEMORY_SHARE
         room = max(int(bucket_bytes) // low, 1)
@@ -89,17 +89,25 @@ def _persistence(link: Line, low: int, room: int) -> tuple[int, str]:
     )
 
 
-def _sub_group(pin: PinCost) -> tuple[int | None, str]:
-    """Only a block that cannot be pinned asks for smaller tiles; DeepSpeed pins one a sub-group."""
-    if not pin.largest_bytes:
-        return None, "stays DeepSpeed's own: nothing is page-locked here, so no sub-group is too large for it"
-    if pin.capped or pin.largest_bytes >= 4 * SUB_GROUP_ELEMENTS:
-        return (
-            None,
-            "stays DeepSpeed's own: it page-locks one block a sub-group, and none was too large here",
-        )
-    value = max(pin.largest_bytes // 4, 1)
-    return value, f"is {value:,} elements: the largest block that pins here has {pin.largest_bytes:,} bytes"
+def _sub_group(rules: PinRules) -> tuple[int | None, str]:
+    """Only a block that cannot be locked asks for smaller tiles; DeepSpeed page-locks one a sub-group."""
+    own = "stays DeepSpeed's own"
+    if rules.not_on_offer is not None:
+        return None, f"{own}: nothing is page-locked here, so no sub-group is too large for it"
+    value, largest = rules.sub_group, rules.pin.largest_bytes
+    if value is None:
+        kept = "it page-locks one block a sub-group, and none was too large here"
+        if not rules.pin.capped and rules.largest_optimizer_bytes > largest:
+            kept = (
+                f"no other makes all that offload_optimizer page-locks fit into blocks of {largest:,} bytes"
+            )
+        return None, f"{own}: {kept}"
+    if rules.against_optimizer() is not None:
+        return None, f"{own}: offload_optimizer cannot be page-locked here, whatever its size"
+    return value, (
+        f"is {value:,} elements: the largest block that pins here has {largest:,} bytes, and a sub-group may be "
+        "larger than its size by one partition"
+    )
 
 
 def _power_of_two(elements: int, most: int) -> int:

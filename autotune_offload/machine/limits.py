@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from autotune_offload.errors import ConfigError
@@ -161,13 +161,13 @@ def tightest(bounds: Sequence[Limit]) -> str:
     return f" ({least.name}: {least.source}); to raise it: {least.raise_by}"
 
 
-def ranks_here(world_size: int, device_count: int) -> int:
+def ranks_here(world_size: int, device_count: int, environ: Mapping[str, str] | None = None) -> int:
     """How many of a job's ranks share this host.
 
     What the launcher says (torchrun, DeepSpeed, Open MPI, MVAPICH2, Hydra, in this order); without one, as
     many as there are devices for.
     """
-    told = (os.environ.get(name, "").strip() for name in _LOCAL_SIZES)
+    told = ((os.environ if environ is None else environ).get(name, "").strip() for name in _LOCAL_SIZES)
     local = next((int(text) for text in told if text.isdecimal() and int(text) > 0), device_count)
     return max(min(world_size, local), 1)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune_offload.config.sections import as_flag, as_number, device_of, section, stage_of
+from autotune_offload.config.sections import (
+    as_flag,
+    as_number,
+    device_of,
+    section,
+    sixteen_bit_masters,
+    stage_of,
+)
 from autotune_offload.records import Workload
 from autotune_offload.upstream import (
     MAX_IN_CPU_ELEMENTS,
@@ -40,7 +47,7 @@ def _of_optimizer(config: Mapping[str, Any], zero: Mapping[str, Any], workload: 
         return {}
     optimizer = section(zero, "offload_optimizer")
     elements, low = workload.elements, DTYPE_BYTES[workload.dtype] * workload.elements
-    wide = 2 if _low_precision_master(config) else 4
+    wide = 2 if sixteen_bit_masters(config) else 4
     if device == "nvme":
         count = _whole(optimizer.get("buffer_count"), OPTIMIZER_BUFFER_COUNT)
         largest = min(_whole(zero.get("sub_group_size"), SUB_GROUP_ELEMENTS), elements)
@@ -67,11 +74,6 @@ def _of_parameters(zero: Mapping[str, Any], workload: Workload) -> dict[str, int
     buffers = count * _whole(parameters.get("buffer_size"), PARAM_BUFFER_ELEMENTS)
     kept = min(_whole(parameters.get("max_in_cpu"), MAX_IN_CPU_ELEMENTS), own)
     return {"buffers of the parameters on NVMe": size * buffers, "parameters up to max_in_cpu": size * kept}
-
-
-def _low_precision_master(config: Mapping[str, Any]) -> bool:
-    names = (("bf16", "bf16_master_weights_and_grads"), ("fp16", "fp16_master_weights_and_grads"))
-    return any(as_flag(section(config, block).get(name)) is True for block, name in names)
 
 
 def _state_bytes(config: Mapping[str, Any]) -> int:

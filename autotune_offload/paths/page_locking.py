@@ -1,4 +1,4 @@
-"""What a path page-locks, block by block, against what this process may lock."""
+"""What a path or a key page-locks, against what this process may lock and what was really locked here."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autotune_offload.config.layout import PLAIN, Layout
 from autotune_offload.machine import limits as machine_limits
+from autotune_offload.paths import pinned_blocks
 from autotune_offload.paths.accumulation import PINNED_BYTES
 from autotune_offload.paths.path import page_locks
 from autotune_offload.records import Candidate, Choice, Limits, Path, PinCost, Workload
-from autotune_offload.upstream import SUB_GROUP_ELEMENTS
-from autotune_offload.workload import DTYPE_BYTES
+from autotune_offload.upstream import NEWEST, SUB_GROUP_ELEMENTS
 
-# -- limits ---------------------------------------------------------------------------------------
+_MORE_RANKS = "more ranks make it smaller"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,10 @@ class PinRules:
     limits: Limits
     locks: bool = True
     """False where the accelerator's `pin_memory` locks nothing, as the CPU's own."""
-    bounces: bool = False
-    """Whether the installed DeepSpeed pins a bounce buffer whatever is chosen, as 0.15.4 to 0.16.2 do."""
+    layout: Layout = PLAIN
+    """What the configuration says of stage, devices and sizes."""
+    version: str = NEWEST
+    """DeepSpeed's, which decides what is page-locked."""
 
     @property
     def not_on_offer(self) -> str | None:
@@ -35,6 +38,19 @@ class PinRules:
             left = f"the limits leave {self.limits.pinnable_bytes:,} bytes to page-lock"
             return f"{left}{machine_limits.tightest(self.limits.bounds)}"
         return self.pin.reason if not self.pin.largest_bytes else None
+
+    @property
+    def sub_group(self) -> int | None:
+        """The `sub_group_size` to be written so that each sub-group's block can be locked; None leaves it.
+
+        It divides the fp32 gradients of stage 3 alone, and a size that the user wrote is not ours to change.
+        """
+        layout = self.layout
+        if layout.stage != 3 or layout.optimizer != "cpu" or layout.sub_group_elements is not None:
+            return None
+        if self.pin.capped or not self.pin.largest_bytes or self._fits(SUB_GROUP_ELEMENTS):
+            return None
+        return pinned_blocks.fitting_sub_group(self.workload, self.pin.largest_bytes)
 
     def against_path(self, path: Path) -> str | None:
         """Why no candidate of this path can run, if so."""
@@ -49,102 +65,117 @@ class PinRules:
         why = self.against_path(candidate.path)
         if why is None and candidate.path == "staged":
             ring = candidate.buffer_bytes * candidate.buffer_count
-            why = self._against_blocks([ring], "lower buffer_bytes")
+            why = self._against_blocks([ring], ring, "lower buffer_bytes")
         return why
 
     def against_host_sums(self, candidate: Candidate) -> str | None:
         """Why adding micro-steps up on the host has no room beside what this path page-locks itself, if so."""
         if not page_locks(candidate.path):
             return None
-        if candidate.path == "staged":
-            own = [candidate.buffer_bytes * candidate.buffer_count]
-        else:
-            own = optimizer_blocks(self.workload)
-        return self._against_blocks([*own, PINNED_BYTES], 'set "accumulate" to "device"')
+        ring = [candidate.buffer_bytes * candidate.buffer_count]
+        own = ring if candidate.path == "staged" else self.optimizer_blocks
+        return self._against_blocks([*own, PINNED_BYTES], max(own), 'set "accumulate" to "device"')
 
     def against_optimizer(self) -> str | None:
         """Why what `offload_optimizer.pin_memory` page-locks does not fit, if so."""
-        return self._against_blocks(optimizer_blocks(self.workload), "lower sub_group_size")
+        block, way_out = self._hardest_block()
+        return self._against_blocks(self.optimizer_blocks, block, way_out, weights_pinned=True)
 
     def against_parameters(self, *, with_optimizer: bool) -> str | None:
         """Why this rank's parameters do not fit, beside the optimizer's blocks if those are pinned too."""
-        blocks = optimizer_blocks(self.workload) if with_optimizer else []
-        way_out = "lower sub_group_size" if with_optimizer else "more ranks make it smaller"
-        return self._against_blocks([*blocks, *parameter_blocks(self.workload)], way_out)
+        blocks = self.optimizer_blocks if with_optimizer else []
+        parameters = pinned_blocks.parameter_blocks(self.workload)
+        block, way_out = self._hardest_block() if with_optimizer else (0, _MORE_RANKS)
+        largest = max(block, *parameters)
+        return self._against_blocks([*blocks, *parameters], largest, way_out, weights_pinned=with_optimizer)
 
     def against_deepspeeds_own(self) -> str | None:
         """Why even what DeepSpeed page-locks whatever is chosen does not fit, if so."""
-        if not self.locks:
+        if not self.locks or not self.own_blocks:
             return None
-        return machine_limits.check_pinned(
-            self._own_blocks, self.limits, beside_bytes=state_bytes(self.workload)
+        return self._beyond_largest(max(self.own_blocks), _MORE_RANKS) or machine_limits.check_pinned(
+            self.own_blocks, self.limits, beside_bytes=pinned_blocks.state_bytes(self.workload, self.layout)
         )
 
     def against_bounce_buffer(self) -> str | None:
         """Why DeepSpeed's sequence with a bounce buffer cannot be timed here, if so."""
         if not self.locks:
             return None
-        return self.not_on_offer or self._against_blocks(
-            [bounce_bytes(self.workload)], "more ranks make it smaller"
-        )
+        bounce = pinned_blocks.bounce_bytes(self.workload)
+        return self.not_on_offer or self._against_blocks([bounce], bounce, _MORE_RANKS)
+
+    # -- blocks --
 
     @property
-    def _own_blocks(self) -> list[int]:
-        return flat_blocks(self.workload) + [bounce_bytes(self.workload)] * self.bounces
+    def optimizer_blocks(self) -> list[int]:
+        """What `offload_optimizer.pin_memory` would page-lock, with the sub-groups that would be written."""
+        return pinned_blocks.optimizer_blocks(self.workload, self.layout, self.version, self.sub_group)
+
+    @property
+    def own_blocks(self) -> list[int]:
+        """What DeepSpeed page-locks whatever is chosen."""
+        return pinned_blocks.own_blocks(self.workload, self.layout, self.version)
+
+    @property
+    def largest_optimizer_bytes(self) -> int:
+        """Of the blocks of `offload_optimizer.pin_memory` the largest, whatever the order of the parameters."""
+        blocks = self.optimizer_blocks
+        if self.layout.stage != 3 or self.layout.optimizer != "cpu":
+            return max(blocks, default=0)
+        return max(blocks[0], self._sub_group_bytes(self._sub_group_size()))
+
+    @property
+    def untried(self) -> bool:
+        """Whether the optimizer's largest block is larger than any that was locked here, and none has failed."""
+        return self.locks and self.pin.capped and self.largest_optimizer_bytes > self.pin.largest_bytes
+
+    def _sub_group_size(self) -> int:
+        return self.layout.sub_group_elements or self.sub_group or SUB_GROUP_ELEMENTS
+
+    def _sub_group_bytes(self, size: int) -> int:
+        return self.layout.master_bytes * pinned_blocks.largest_sub_group(self.workload, size)
+
+    def _fits(self, size: int) -> bool:
+        return self._sub_group_bytes(size) <= self.pin.largest_bytes
+
+    def _hardest_block(self) -> tuple[int, str]:
+        """The block of the optimizer's that decides whether all can be locked, and what makes it smaller."""
+        largest = self.largest_optimizer_bytes
+        divided = self.layout.stage == 3 and self.layout.optimizer == "cpu"
+        if not divided:
+            return largest, f"sub_group_size does not divide it; {_MORE_RANKS}"
+        sums = self.optimizer_blocks[0]
+        if sums > self.pin.largest_bytes:
+            return (
+                sums,
+                f"it holds the sums of all gradients, which sub_group_size does not divide; {_MORE_RANKS}",
+            )
+        fitting = pinned_blocks.fitting_sub_group(self.workload, self.pin.largest_bytes)
+        if self.layout.sub_group_elements is not None and fitting is not None:
+            return largest, f'lower sub_group_size to {fitting:,}, or make it "auto"'
+        return largest, _MORE_RANKS
+
+    # -- against the limits --
 
     @property
     def _in_any_case(self) -> list[int]:
         """DeepSpeed's own, unless they do not fit: such a run has no `offload_param`, or starts with no choice."""
-        return [] if self.against_deepspeeds_own() else self._own_blocks
+        return [] if self.against_deepspeeds_own() else self.own_blocks
 
-    def _against_blocks(self, blocks: Sequence[int], way_out: str) -> str | None:
-        if not self.pin.capped and max(blocks) > self.pin.largest_bytes:
-            return (
-                f"needs a page-locked block of {max(blocks):,} bytes, but the largest that could be "
-                f"locked here is {self.pin.largest_bytes:,} ({self.pin.reason}); {way_out}"
-            )
-        return machine_limits.check_pinned(
+    def _beyond_largest(self, block: int, way_out: str) -> str | None:
+        if self.pin.capped or block <= self.pin.largest_bytes:
+            return None
+        return (
+            f"needs a page-locked block of {block:,} bytes, but the largest that could be "
+            f"locked here is {self.pin.largest_bytes:,} ({self.pin.reason}); {way_out}"
+        )
+
+    def _against_blocks(
+        self, blocks: Sequence[int], largest: int, way_out: str, *, weights_pinned: bool = False
+    ) -> str | None:
+        return self._beyond_largest(largest, way_out) or machine_limits.check_pinned(
             blocks,
             self.limits,
             in_any_case_bytes=self._in_any_case,
-            beside_bytes=state_bytes(self.workload),
+            beside_bytes=pinned_blocks.state_bytes(self.workload, self.layout, weights_pinned=weights_pinned),
         )
-
-
-def optimizer_blocks(workload: Workload) -> list[int]:
-    """Bytes of each block that DeepSpeed pins for `offload_optimizer.pin_memory`, before rounding.
-
-    The flat low-precision accumulation buffer and the fp32 gradients of each sub-group (stage3.py:
-    grad_partitions_flat_buffer, initialize_optimizer_states).
-    """
-    low = DTYPE_BYTES[workload.dtype] * workload.elements
-    whole, rest = divmod(workload.elements, SUB_GROUP_ELEMENTS)
-    return [low, *[4 * SUB_GROUP_ELEMENTS] * whole, *([4 * rest] if rest else [])]
-
-
-def parameter_blocks(workload: Workload) -> list[int]:
-    """The same for `offload_param.pin_memory`: one for each parameter's slice (partition_parameters.py)."""
-    size = DTYPE_BYTES[workload.dtype]
-    sizes = workload.parameters
-    return [-(-each // workload.world_size) * size for each, count in sizes for _ in range(count)]
-
-
-def flat_blocks(workload: Workload) -> list[int]:
-    """The same for what DeepSpeed pins with `offload_param` whatever `pin_memory` says.
-
-    One flat copy of this rank's trainable parameters (stage3.py: _create_param_groups_fp16_flat_cpu_memory).
-    """
-    return [DTYPE_BYTES[workload.dtype] * workload.elements]
-
-
-def bounce_bytes(workload: Workload) -> int:
-    """One block for the largest partition, in torch's default dtype (stage3.py of 0.15.4: pinned_grad_buffer)."""
-    return 4 * workload.largest_elements
-
-
-def state_bytes(workload: Workload) -> int:
-    """Host memory beside gradients and parameters: fp32 weights and Adam's two moments.
-
-    Source: Rajbhandari et al., arXiv:1910.02054, section 3.1, which counts 12 bytes a parameter for them.
-    """
-    return 12 * workload.elements

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autotune_offload import workload as workloads
+from autotune_offload.config.layout import PLAIN, Layout
 from autotune_offload.records import (
     SCHEMA,
     DeviceIdentity,
@@ -34,6 +35,7 @@ class Environment(Record, frozen=True, kw_only=True):
     limits: Limits
     workload: Workload
     settings: Settings
+    layout: Layout = PLAIN
 
     def fingerprint(self) -> dict[str, Scalar]:
         """Each field of `INVALIDATES` with its present value."""
@@ -103,6 +105,10 @@ INVALIDATES: dict[str, tuple[Callable[[Environment], Scalar], str]] = {
     WORKLOAD_FIELD: (
         _workload_class,
         "dtype, ranks, the powers of two of the gradients' total and middle size; off the CPU micro-steps up to 4",
+    ),
+    "layout": (
+        lambda here: here.layout.differing(here.workload.elements),
+        "stage 1 or 2, and a `sub_group_size` of the user's, by its power of two: what DeepSpeed page-locks",
     ),
     "fixed": (lambda here: here.settings.fixed, "what the `autotune_offload` block fixes of the choice"),
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autotune_offload.config.layout import PLAIN, Layout
 from autotune_offload.machine import host, limits
 from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.machine.device import Device
 from autotune_offload.profiles.environment import WORKLOAD_FIELD, Environment
 from autotune_offload.profiles.recheck import doubt
 from autotune_offload.profiles.store import Miss, Store
-from autotune_offload.records import Profile, Scalar, Settings, Workload
+from autotune_offload.records import Limits, Profile, Scalar, Settings, Workload
 from autotune_offload.workload import default_workload
 
 MEMORY_SHARE = 8
@@ -21,6 +23,7 @@ def lookup(
     workload: Workload | None,
     device: AcceleratorDevice | None = None,
     settings: Settings | None = None,
+    layout: Layout = PLAIN,
 ) -> Profile | Miss:
     """The stored profile for the present environment and what the user fixed, or why there is none.
 
@@ -28,30 +31,55 @@ def lookup(
     against today's limits and by one copy on the device (see `recheck`).
     """
     device = device or AcceleratorDevice()
+    settings = settings or Settings()
     ignore = frozenset({WORKLOAD_FIELD}) if workload is None else frozenset[str]()
-    here = present(device, workload or default_workload(), settings or Settings())
+    here = present(device, workload or default_workload(), settings, layout)
     found = store.lookup(here.fingerprint(), ignore=ignore)
     if isinstance(found, Miss):
         return found
-    return doubt(found, device, here.limits) or found
+    return doubt(found, device, limits_of_rank(device, found.workload, settings), layout) or found
 
 
 def present_fingerprint(
-    device: AcceleratorDevice, workload: Workload, settings: Settings
+    device: AcceleratorDevice, workload: Workload, settings: Settings, layout: Layout = PLAIN
 ) -> dict[str, Scalar]:
     """The fingerprint of this process, host and device, read now."""
-    return present(device, workload, settings).fingerprint()
+    return present(device, workload, settings, layout).fingerprint()
 
 
-def present(device: AcceleratorDevice, workload: Workload, settings: Settings) -> Environment:
+def present(
+    device: AcceleratorDevice, workload: Workload, settings: Settings, layout: Layout = PLAIN
+) -> Environment:
     """This process, host and device, read now."""
     return Environment(
         host=host.facts(),
         device=device.identity,
         software=host.software(),
-        limits=limits.limits(pin_backend=device.identity.pin_backend),
+        limits=limits_of_rank(device, workload, settings),
         workload=workload,
         settings=settings,
+        layout=layout,
+    )
+
+
+def limits_of_rank(
+    device: Device, workload: Workload, settings: Settings, *, ranks_per_host: int = 1
+) -> Limits:
+    """What this rank may allocate and page-lock now: the one place where it is computed.
+
+    A rank has its part of the host's memory, as many as there are of it on this host; and what the user set for it.
+
+    Args:
+        device: whose `pin_backend` says whether memlock counts. A described one brings its host along.
+        workload: for how many ranks there are; how many of them are here is the launcher's to say.
+        settings: for `max_pinned_bytes`.
+        ranks_per_host: as many as these at least.
+    """
+    most = None if isinstance(settings.max_pinned_bytes, str) else settings.max_pinned_bytes
+    return device.host_limits(most) or limits.limits(
+        max_pinned_bytes=most,
+        pin_backend=device.identity.pin_backend,
+        ranks_per_host=max(ranks_per_host, limits.ranks_here(workload.world_size, device.identity.count)),
     )
 
 

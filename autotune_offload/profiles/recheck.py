@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from autotune_offload.config.layout import PLAIN, Layout
 from autotune_offload.errors import PinError
 from autotune_offload.machine.device import Device
 from autotune_offload.paths.path import page_locks
@@ -36,15 +37,16 @@ LEAST_COPIES = 5
 process says nothing. On an unchanged machine the first or second is fast enough and ends the re-check."""
 
 
-def doubt(profile: Profile, device: Device, limits: Limits) -> Miss | None:
+def doubt(profile: Profile, device: Device, limits: Limits, layout: Layout = PLAIN) -> Miss | None:
     """Why a stored profile is not to be used on this machine as it is now, or None.
 
     Args:
         profile: what is stored under the present key.
         device: the running device; a block of at most MOST_BYTES is allocated on it and freed again.
         limits: what this process may page-lock now.
+        layout: what the present configuration says of stage, devices and sizes.
     """
-    why = _too_large(profile, limits)
+    why = _too_large(profile, limits, layout)
     if why is not None:
         return Miss(reason=f"the profile of {profile.created} does not fit any more: it {why}")
     with device.selected():
@@ -56,14 +58,19 @@ def _pins(profile: Profile) -> bool:
     return page_locks(choice.path) or choice.pin_optimizer or choice.pin_parameters
 
 
-def _too_large(profile: Profile, limits: Limits) -> str | None:
+def _too_large(profile: Profile, limits: Limits, layout: Layout) -> str | None:
     if not _pins(profile):
         return None
-    from autotune_offload.paths.page_locking import (
-        PinRules,  # where nothing is pinned, a start does without it
-    )
+    from autotune_offload.paths.page_locking import PinRules
 
-    return _against(profile, PinRules(pin=profile.pin, limits=limits, workload=profile.workload))
+    rules = PinRules(
+        pin=profile.pin,
+        limits=limits,
+        workload=profile.workload,
+        layout=layout,
+        version=profile.software.deepspeed,
+    )
+    return _against(profile, rules)
 
 
 def _against(profile: Profile, rules: PinRules) -> str | None:

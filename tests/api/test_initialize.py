@@ -687,6 +687,17 @@ def test_deepspeeds_own_code_stays_where_it_is_not_beaten(
     assert "carried out by DeepSpeed's own code, with the keys below" in api_report.report(engine).text()
 
 
+def test_a_path_that_will_be_refused_writes_no_key(calls: Calls, probes: Probes) -> None:
+    """With SuperOffload, `initialize` and `tune_config` give the same keys, and the report says who carries."""
+    probes.choice = make_choice(path="pinned", gain=2.0, pin_optimizer=True, pin_optimizer_alone=False)
+    config = copy.deepcopy(CONFIG)
+    config["zero_optimization"]["offload_optimizer"]["super_offload"] = True
+    engine, *_ = api_initialize.initialize(model=MODEL, config=config)
+    assert calls[0]["config"] == api_initialize.tune_config(config, model=MODEL)
+    assert calls[0]["config"]["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
+    assert "SuperOffload" in api_report.report(engine).carrier()
+
+
 def test_an_engine_that_cannot_be_remembered_is_returned_all_the_same(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:

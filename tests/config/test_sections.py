@@ -24,8 +24,9 @@ def read_all(config: dict[str, Any]) -> None:
         tuned = tune(config, a_choice(), version=version)
         assert tune(tuned.config, a_choice(), version=version).changes == ()
         sections.page_locks(config, version)
-    for ask in (sections.offloads, sections.offloads_parameters, sections.takes_a_path):
+    for ask in (sections.offloads, sections.offloads_parameters):
         assert isinstance(ask(config), bool)
+    assert sections.why_no_path(config) != ""
     assert all(mistake.sentence for mistake in mistakes.mistakes(config))
     mistakes.still_auto(config)
     assert equal_keys.sizes_digest(equal_keys.with_sizes(config, {})) and equal_keys.rest_digest(config)

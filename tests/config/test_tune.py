@@ -117,7 +117,6 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             {OPT: False, REDUCE: 20_000_000, PREFETCH: 8_000_000},
             [
                 f'{PERSIST} stays "auto" (every fetch',
-                f"{SUB_GROUP} stays 1000000000",
                 'still "auto": train_batch_size',
             ],
         ),
@@ -126,10 +125,9 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             {OPT: False, PARAM: True, REDUCE: 20_000_000},
             [
                 f"{PREFETCH} stays 500000000 as you wrote it",
-                f"{SUB_GROUP} stays 1000000000000 as you wrote it",
             ],
         ),
-        ("optimizer_only_unpinned", {REDUCE: 20_000_000}, [f"{SUB_GROUP} stays 100000000"]),
+        ("optimizer_only_unpinned", {REDUCE: 20_000_000}, []),
         (
             "legacy_switches",
             {
@@ -141,7 +139,6 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
                 OPT: False,
                 PARAM: True,
                 PREFETCH: 8_000_000,
-                SUB_GROUP: 200_000_000,
             },
             [f"{REDUCE} stays 3000000"],
         ),
@@ -217,12 +214,26 @@ def test_examples_are_plain_json_that_deepspeed_takes_before_and_after(path: Pat
     for section in ("offload_optimizer", "offload_param"):
         if section in config["zero_optimization"]:
             assert after[f"{section}.pin_memory"] is tuned.config["zero_optimization"][section]["pin_memory"]
-    assert not [text for text in tuned.notices if "nvme" not in text and PERSIST not in text]
+    assert not [
+        text for text in tuned.notices if not any(key in text for key in ("nvme", PERSIST, SUB_GROUP))
+    ]
 
 
 def test_there_are_three_examples() -> None:
     """The folder of examples is where it is looked for."""
     assert [path.stem for path in EXAMPLES] == ["7b_24gb_offload_both", "nvme", "optimizer_only"]
+
+
+@pytest.mark.parametrize(
+    ("pins", "keep"), [(True, ()), (False, ()), (True, ("offload_optimizer.pin_memory",))]
+)
+def test_a_sub_group_size_is_written_where_its_blocks_are_page_locked(
+    pins: bool, keep: tuple[str, ...]
+) -> None:
+    """It is chosen so that they can be: without them it does nothing but cut the step into pieces."""
+    config = stage3(offload_optimizer={"device": "cpu", "pin_memory": False})
+    tuned = tune(config, a_choice(pin_optimizer=pins), version=VERSION, keep=keep)
+    assert written(tuned).get(SUB_GROUP) == (200_000_000 if pins and not keep else None)
 
 
 # -- page-locking ---------------------------------------------------------------------------------
@@ -358,7 +369,7 @@ def test_only_keys_that_act_are_written() -> None:
     assert set(written(tune(config, a_choice(), version=VERSION))) == {OPT, REDUCE}
     optimizer_only = stage3()
     del optimizer_only["zero_optimization"]["offload_param"]
-    assert set(written(tune(optimizer_only, a_choice(), version=VERSION))) == {OPT, REDUCE, SUB_GROUP}
+    assert set(written(tune(optimizer_only, a_choice(), version=VERSION))) == {OPT, REDUCE}
 
 
 # -- keep, deprecated switches, mistakes ----------------------------------------------------------
@@ -506,7 +517,6 @@ def test_written_keys_are_those_of_a_plain_stage_3_config() -> None:
         "offload_param": {"pin_memory": True},
         "reduce_bucket_size": 20_000_000,
         "stage3_prefetch_bucket_size": 8_000_000,
-        "sub_group_size": 200_000_000,
     }
 
 
@@ -703,4 +713,30 @@ def test_the_known_keys_of_the_sections_hold_the_parsers(section: str) -> None:
 )
 def test_a_path_needs_stage_3_and_an_optimizer_on_the_cpu(zero: dict[str, Any], takes: bool) -> None:
     """Elsewhere DeepSpeed's own code carries the gradients."""
-    assert config_sections.takes_a_path({"zero_optimization": zero}) is takes
+    assert (config_sections.why_no_path({"zero_optimization": zero}) is None) is takes
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "SuperOffload",
+        ),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlow"),
+        ({"zero_optimization": {"mics_shard_size": 8}}, "MiCS"),
+        ({"optimizer": {"type": "Muon"}}, "Muon"),
+        ({"compile": {"deepcompile": True}}, "DeepCompile"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "16 bits"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "16 bits"),
+    ],
+)
+def test_what_a_live_engine_would_be_refused_for_is_read_beforehand(
+    changes: dict[str, Any], why: str
+) -> None:
+    """So that no key is written for a path that nobody will carry."""
+    plain = stage3(mics_shard_size=-1, offload_optimizer={"device": "cpu", "super_offload": False})
+    plain |= {"optimizer": {"type": "AdamW"}, "compile": {"deepcompile": False}, "bf16": {"enabled": True}}
+    assert config_sections.why_no_path(plain) is None
+    zero = {**plain["zero_optimization"], **changes.get("zero_optimization", {})}
+    assert why in str(config_sections.why_no_path({**plain, **changes, "zero_optimization": zero}))

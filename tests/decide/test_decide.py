@@ -15,6 +15,7 @@ import pytest
 
 from autotune_offload import records
 from autotune_offload.config.keys import NAMES
+from autotune_offload.config.layout import Layout
 from autotune_offload.decide import decide
 from autotune_offload.decide import trial as decide_trial
 from autotune_offload.decide.candidates import PARAMETERS, grid, key, kind
@@ -23,7 +24,8 @@ from autotune_offload.errors import ConfigError, MeasurementError, PinError
 from autotune_offload.machine.device import Device
 from autotune_offload.measure.bench import Window
 from autotune_offload.paths.accumulation import Moment
-from autotune_offload.paths.page_locking import PinRules, flat_blocks, optimizer_blocks, parameter_blocks
+from autotune_offload.paths.page_locking import PinRules
+from autotune_offload.paths.pinned_blocks import flat_blocks, optimizer_blocks, parameter_blocks, sub_groups
 from autotune_offload.records import (
     Baseline,
     Candidate,
@@ -359,7 +361,25 @@ def test_a_block_that_cannot_be_pinned_rejects_pinned(stage: Stage) -> None:
     assert all(
         "the largest that could be locked here is 1,048,576 (out of locked" in str(r) for r in rejected
     )
-    assert decision.choice.sizes.sub_group_elements == (1 << 20) // 4
+    assert decision.choice.sizes.sub_group_elements is None  # the sums of all gradients would not pin either
+
+
+def test_sub_groups_are_made_to_fit_the_largest_block_that_pins(stage: Stage) -> None:
+    """Written with the pin that they make possible, with room for one partition beyond the size."""
+    workload = make_workload(partitions=((1 << 20, 512),), parameters=((1 << 23, 512),))
+    limits = Limits(available_bytes=1 << 50, pinnable_bytes=1 << 49)
+    pin = PinCost(seconds_per_gib=0.0, largest_bytes=1 << 30, capped=False, reason="out of locked memory")
+    stage.script = by_path(own=0.9, own_pinned=0.5)
+    choice = stage.run(measurements=fast_pinned(pin=pin), workload=workload, limits=limits).choice
+    assert choice.pin_optimizer
+    size = choice.sizes.sub_group_elements
+    assert size == (1 << 28) - (1 << 20) + 1
+    assert max(4 * each for each in sub_groups(workload, size)) <= 1 << 30
+    refused = rules(
+        1 << 49, workload=workload, pin=pin, limits=limits, layout=Layout(sub_group_elements=10**12)
+    )
+    assert f"lower sub_group_size to {size:,}" in str(refused.against_optimizer())
+    assert refused.sub_group is None
 
 
 def test_where_nothing_pins_one_sentence_says_why(stage: Stage) -> None:
@@ -997,8 +1017,8 @@ def test_a_deepspeed_that_bounces_pins_one_buffer_more() -> None:
     """0.15.4 to 0.16.2 pin the largest partition in fp32 as well, whatever is chosen."""
     flat = sum(1 << (size - 1).bit_length() for size in flat_blocks(make_workload()))
     assert rules(flat).against_deepspeeds_own() is None
-    assert rules(flat, bounces=True).against_deepspeeds_own() is not None
-    assert rules(0, bounces=True, locks=False).against_deepspeeds_own() is None
+    assert rules(flat, version="0.16.2").against_deepspeeds_own() is not None
+    assert rules(0, version="0.16.2", locks=False).against_deepspeeds_own() is None
 
 
 def test_where_nothing_may_be_locked_the_bound_is_the_reason() -> None:

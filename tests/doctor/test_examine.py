@@ -33,6 +33,7 @@ from autotune_offload.machine import host
 from autotune_offload.profiles.store import Store
 from autotune_offload.records import Finding, Software
 from autotune_offload.upstream import NEWEST
+from autotune_offload.workload import from_parameter_count
 from tests import CHECKOUT
 from tests.factories import make_profile
 from tests.machine.test_host import GIB, IPC_LOCK, NO_CAPABILITY, memlock_line, node, v2, v2_files, write
@@ -529,6 +530,27 @@ def test_a_model_that_does_not_fit_pinned_will_break_where_the_config_pins_it(ca
     assert "pin_memory" in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("zero", "breaks"),
+    [
+        ({"stage": 3}, False),
+        ({"stage": 3, "sub_group_size": 1e12}, True),
+        ({"stage": 2}, True),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}, False),
+    ],
+)
+def test_stage_and_sub_group_size_decide_what_is_page_locked(
+    case: Case, root: Path, zero: dict[str, Any], breaks: bool
+) -> None:
+    """One sub-group of all exists twice while it is locked; stage 2 locks 10 bytes a parameter, undivided."""
+    small(root, 36 * 1024)
+    workload = from_parameter_count(3_500_000_000)
+    path = case.store.save(make_profile(workload=workload))
+    big = saying(under(case, LOCAL_WORLD_SIZE="1"), profile={"path": str(path)})
+    section = {"offload_optimizer": {"device": "cpu", "pin_memory": True}, **zero}
+    assert [f.severity for f in found(configured(big, section), "memory")] == ["will break"] * breaks
+
+
 def test_without_the_users_own_model_what_does_not_fit_is_a_notice(case: Case, root: Path) -> None:
     """A stand-in says so, and cannot say that a run will break."""
     small(root)
@@ -549,8 +571,14 @@ def test_parameters_are_pinned_whatever_the_config_says(case: Case, root: Path) 
 def test_ranks_of_one_host_share_its_memory(case: Case, root: Path) -> None:
     """What fits one rank does not fit eight."""
     small(root, 1024)
-    assert found(case, "memory") == []
+    assert found(under(case, LOCAL_WORLD_SIZE="1"), "memory") == []
     assert "shared by 8 ranks" in only(under(case, LOCAL_WORLD_SIZE="8"), "memory").found
+
+
+def test_ranks_that_no_launcher_counts_are_the_profiles_own(case: Case, root: Path) -> None:
+    """As the probe counts them: those of the job, as many as there are devices for."""
+    small(root, 1024)
+    assert "shared by 8 ranks" in only(case, "memory").found
 
 
 def test_where_nothing_is_pinned_memory_is_no_matter(case: Case, root: Path) -> None:

@@ -39,7 +39,15 @@ def test_every_fact_of_a_profile_is_in_the_table() -> None:
     """A new field of host, device, software or limits must be put on one side, and stands on one side only."""
     facts = {f"{part}.{field.name}" for part, kind in PARTS.items() for field in dataclasses.fields(kind)}
     assert set(PARTS) <= {field.name for field in dataclasses.fields(Profile)}
-    derived = {"device.link", "limits.memlock_class", "software.sequence", "schema", "workload", "fixed"}
+    derived = {
+        "device.link",
+        "limits.memlock_class",
+        "software.sequence",
+        "schema",
+        "workload",
+        "layout",
+        "fixed",
+    }
     assert set(INVALIDATES) | set(RECORDED) == facts | derived
     assert not set(INVALIDATES) & set(RECORDED)
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from autotune_offload.api import probe
+from autotune_offload.config.layout import Layout
 from autotune_offload.described import machine as described_machine
 from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.machine import host
+from autotune_offload.machine import limits as machine_limits
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.measure import measure
+from autotune_offload.profiles import lookup
 from autotune_offload.profiles.recheck import MOST_BYTES, MOST_SECONDS, doubt
-from autotune_offload.profiles.store import Miss
-from autotune_offload.records import Limits, Profile, Transfer
+from autotune_offload.profiles.store import Miss, Store
+from autotune_offload.records import Limits, PinCost, Profile, Settings, Transfer, Workload
+from autotune_offload.testing import FakeAccelerator
+from autotune_offload.workload import from_parameter_count
 from tests.factories import make_choice, make_profile
 from tests.fakes import DeferredDevice
 
@@ -205,3 +212,79 @@ def test_a_machine_that_was_ten_times_as_fast_is_found(here: Profile) -> None:
         seconds.append(time.process_time() - started)
         assert miss is not None and miss.rechecked_seconds is not None
     assert min(seconds) < 0.03
+
+
+# -- the bounds of one rank -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], None]:
+    """A host with so many GB free, for 8 ranks that a launcher has started."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    monkeypatch.setattr(machine_limits, "limits", functools.partial(machine_limits.limits, root=tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+
+    def free(gigabytes: float) -> None:
+        (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {int(gigabytes * 1e9 / 1024)} kB\n")
+
+    return free
+
+
+def pinned_in_store(store: Store, device: AcceleratorDevice, workload: Workload) -> None:
+    """A profile whose path pins, with nothing to be copied again."""
+    present = lookup.present_fingerprint(device, workload, Settings())
+    pin = PinCost(seconds_per_gib=0.3, largest_bytes=1 << 40, capped=True)
+    choice = make_choice(path="pinned", pin_optimizer=True, pin_parameters=False)
+    store.save(make_profile(fingerprint=present, workload=workload, pin=pin, choice=choice, transfers=()))
+
+
+def test_a_rank_has_its_share_of_the_host(with_memory: Callable[[float], None], tmp_path: Path) -> None:
+    """What fits one process and not eight is not used; the same bounds as a probe's."""
+    device = AcceleratorDevice(FakeAccelerator("cuda", count=8))
+    workload = from_parameter_count(7_000_000_000, world_size=8)
+    store = Store(tmp_path / "profiles")
+    with_memory(400)
+    pinned_in_store(store, device, workload)
+    assert isinstance(lookup.lookup(store, workload, device), Profile)
+    with_memory(60)
+    miss = lookup.lookup(store, workload, device)
+    assert isinstance(miss, Miss) and "shared by 8 ranks" in miss.reason
+    assert isinstance(lookup.lookup(store, None, device), Miss)  # the stored workload says how many
+    shared = lookup.limits_of_rank(device, workload, Settings())
+    assert shared == lookup.limits_of_rank(device, workload, Settings(), ranks_per_host=8)
+    assert shared.available_bytes <= 60e9 / 8
+
+
+def test_what_a_user_allows_bounds_the_stored_choice(
+    with_memory: Callable[[float], None], tmp_path: Path
+) -> None:
+    """`max_pinned_bytes` of today; a profile for that very bound must fit it too."""
+    device = AcceleratorDevice(FakeAccelerator("cuda", count=8))
+    with_memory(4000)
+    capped = Settings(max_pinned_bytes=1 << 20)
+    bounds = lookup.limits_of_rank(device, from_parameter_count(10**9), capped)
+    assert bounds.pinnable_bytes == 1 << 20
+    profile = make_profile(choice=make_choice(path="pinned", pin_optimizer=True), transfers=())
+    miss = doubt(profile, device, bounds)
+    assert miss is not None and "max_pinned_bytes" in miss.reason
+
+
+@pytest.mark.parametrize(
+    ("layout", "fits"),
+    [
+        (Layout(parameters=None), True),
+        (Layout(parameters=None, sub_group_elements=10**12), False),
+        (Layout(parameters=None, stage=2), False),
+    ],
+    ids=["stage 3", "one sub-group", "stage 2"],
+)
+def test_what_fits_depends_on_the_present_configuration(layout: Layout, fits: bool) -> None:
+    """One sub-group of everything exists twice while it is locked; stage 2 locks 10 bytes a parameter."""
+    device = AcceleratorDevice(FakeAccelerator("cuda"))
+    workload = from_parameter_count(7_000_000_000)
+    pin = PinCost(seconds_per_gib=0.3, largest_bytes=1 << 40, capped=True)
+    choice = make_choice(path="pinned", pin_optimizer=True, pin_parameters=False)
+    profile = make_profile(workload=workload, pin=pin, choice=choice, transfers=())
+    limits = Limits(available_bytes=145 * 10**9, pinnable_bytes=60 * 10**9)
+    assert (doubt(profile, device, limits, layout) is None) is fits

@@ -11,11 +11,12 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from autotune_offload import upstream
+from autotune_offload.config import block
 from autotune_offload.doctor.self_report import Answers
 from autotune_offload.errors import AutotuneError
-from autotune_offload.machine import host
+from autotune_offload.machine import host, limits
 from autotune_offload.profiles.store import Store
-from autotune_offload.records import Profile
+from autotune_offload.records import Limits, Profile, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,17 @@ class Case:
     def ranks(self) -> int:
         """Ranks on this host, as a launcher says; 1 without one."""
         return max(whole(self.environ.get("LOCAL_WORLD_SIZE")) or 1, 1)
+
+    def limits(self, workload: Workload) -> Limits:
+        """What one rank of a job may allocate and page-lock, as the probe counts it for this workload."""
+        most = block.settings(self.config or {}).max_pinned_bytes
+        here = limits.ranks_here(workload.world_size, int(self.device.get("count") or 1), self.environ)
+        return limits.limits(
+            root=self.root,
+            pin_backend="torch",
+            ranks_per_host=max(self.ranks, here),
+            max_pinned_bytes=None if isinstance(most, str) else most,
+        )
 
     @property
     def version(self) -> str:

@@ -146,10 +146,9 @@ def offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
 
 def super_offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
     """SuperOffload with gradient clipping: the overlap that it is used for does not happen."""
-    zero = config.get(ZERO)
-    section = sections.offload_section(zero, "offload_optimizer") if isinstance(zero, Mapping) else {}
+    optimizer = section(config, ZERO, "offload_optimizer")
     clipping = config.get("gradient_clipping", 0)
-    if sections.as_flag(section.get("super_offload")) is not True or clipping in (0, None):
+    if sections.as_flag(optimizer.get("super_offload")) is not True or clipping in (0, None):
         return
     if parse_version(version) >= SUPER_OFFLOAD_WAITS_SINCE:
         yield Finding(

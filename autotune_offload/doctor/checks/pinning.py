@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from autotune_offload import upstream
 from autotune_offload.config import sections as config_sections
+from autotune_offload.config.layout import layout_of
 from autotune_offload.doctor.checks.case import Case
 from autotune_offload.machine import host
 from autotune_offload.machine import limits as machine_limits
@@ -115,7 +116,7 @@ def memory(case: Case, kept_bytes: int) -> Iterator[Finding]:
     """Whether what DeepSpeed would page-lock fits RAM, cgroup and node, within all that a rank keeps on the host."""
     workload, whose, known = model(case)
     blocks = _blocks(case, workload)
-    limits = machine_limits.limits(root=case.root, pin_backend="torch", ranks_per_host=case.ranks)
+    limits = case.limits(workload)
     beside = max(kept_bytes - sum(blocks), 0)
     why = machine_limits.check_pinned(blocks, limits, beside_bytes=beside) if blocks else None
     if why is None:
@@ -147,13 +148,14 @@ def _blocks(case: Case, workload: Workload) -> list[int]:
     if _backend(case) == "none" or "torch" not in case.answers.answers:
         return []  # without torch nothing is page-locked, and what follows would load it
 
-    from autotune_offload.paths.page_locking import flat_blocks, optimizer_blocks
+    from autotune_offload.paths.pinned_blocks import optimizer_blocks, own_blocks
 
-    if case.config is None:
-        return [*flat_blocks(workload), *optimizer_blocks(workload)]
-    locks = config_sections.page_locks(case.config, case.version)
-    flat = flat_blocks(workload) if "offload_param" in locks else []
-    return flat + (optimizer_blocks(workload) if locks.get("offload_optimizer") else [])
+    layout = layout_of(case.config)
+    locks = {} if case.config is None else config_sections.page_locks(case.config, case.version)
+    blocks = own_blocks(workload, layout, case.version)
+    if case.config is None or locks.get("offload_optimizer"):
+        blocks += optimizer_blocks(workload, layout, case.version)
+    return blocks
 
 
 def _backend(case: Case) -> str:
