@@ -36,7 +36,8 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 def test_a_healthy_machine_answers_everything(healthy: Answers) -> None:
     """No error, no death, and a module in the working directory is not taken for the real one."""
     assert (dict(healthy.errors), healthy.died) == ({}, None)
-    assert set(healthy.answers) == {"torch", "deepspeed", "config", "compiler", "device", "link", "profile"}
+    told = {"torch", "deepspeed", "config", "compiler", "device", "native_pins", "link", "profile"}
+    assert set(healthy.answers) == told
     assert healthy.answers["deepspeed"] == importlib.metadata.version("deepspeed")
     assert healthy.answers["torch"]["threads"] >= 1
 
