@@ -43,7 +43,7 @@ class Reached(Record, frozen=True, kw_only=True):
         """What the parent says at the end."""
         if not self.calls:
             return (
-                "nothing was tuned: no deepspeed.initialize was seen below the command "
+                "nothing was tuned: no deepspeed.initialize was seen to return below the command "
                 f"({_counted(self.started, 'Python process')} ran with this package in place, {self.imported} of "
                 "them imported DeepSpeed). `python -I`, -E or -S keep it out, and so does a PYTHONPATH that is "
                 "replaced on the way: call autotune_offload.install() in the script"

@@ -33,6 +33,9 @@ def run(command: list[str], environment: Mapping[str, str]) -> int:
         OSError: it cannot be started.
     """
     waited_for = {*_PASSED_ON, signal.SIGCHLD}
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # ignored, as some parents leave it, children end without a status
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
     try:
         child = _started(command, environment, before)

@@ -94,6 +94,20 @@ def test_a_signal_reaches_the_script(tmp_path: Path) -> None:
             assert child.wait(20) == code
 
 
+def test_a_parent_that_ignores_its_children_takes_nothing_away(tmp_path: Path) -> None:
+    """SIGCHLD that is ignored is inherited, and would leave no status to read."""
+    (tmp_path / "seven.py").write_text("raise SystemExit(7)\n")
+    ended = subprocess.run(
+        [*RUN, "--", "seven.py"],
+        cwd=tmp_path,
+        env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 7
+
+
 def test_what_ends_run_ends_the_script(tmp_path: Path) -> None:
     """SIGKILL to the process that was started is meant for what it runs."""
     script = tmp_path / "wait.py"
@@ -177,7 +191,7 @@ SAYS = "from autotune_offload.api import reached; import os; reached.say(os.envi
         ('WHY="no room" python -c "$SAYS"', "nothing was tuned; left untuned in 1 call: no room"),
         (
             "PYTHONPATH=/nowhere python -c 1; python -I -c 1",
-            "no deepspeed.initialize was seen below the command (0 Python processes ran with this package in place",
+            "seen to return below the command (0 Python processes ran with this package in place",
         ),
         (
             "python -c 1; python -c 1",

@@ -50,7 +50,7 @@ def _beyond(case: Case, parts: Mapping[str, int], whose: str, known: bool) -> It
         f"{gigabytes(limits.available_bytes)} ({least.name}: {least.source}){swapped}",
         costs="the kernel ends the process, with exit code -9 and no other word, when the last of it is first written: "
         "often in the first step",
-        fix=f"more ranks share it, `nvme` keeps it on a disk, fewer sections keep it on the device; {least.raise_by}",
+        fix=f"more hosts share it, `nvme` keeps it on a disk, fewer sections keep it on the device; {least.raise_by}",
     )
 
 
