@@ -144,6 +144,10 @@ class DeepSpeedZeroOptimizer_Stage3:
 
     def independent_gradient_partition_epilogue(self) -> None: ...
 
+    def complete_grad_norm_calculation_for_cpu_offload(self) -> None: ...
+
+    def _pre_step(self) -> None: ...
+
     def destroy(self) -> None:
         self.destroyed += 1
 

@@ -64,6 +64,8 @@ def cases() -> Iterator[StepCase]:
         yield StepCase("step", dtype, offload_param=False, adamw=False, sub_group_size=SMALL)
     for accumulation in (1, 4):
         yield StepCase("step", "fp16", accumulation=accumulation, overflow=True)
+    for accumulation in (1, 4):
+        yield StepCase("step", "fp16", accumulation=accumulation, habit="with_path", overflow=True)
     for habit in ("checkpoint", "coming_and_going", "checked", "reading"):
         yield StepCase("step", habit=habit, sub_group_size=SMALL if habit != "reading" else LARGE)
     for dtype in ("bf16", "fp16", "fp32"):
@@ -126,6 +128,8 @@ class Loop:
         """With the check where it is what the case is about, or where the operation's history is to be found out."""
         from autotune_offload.engine.step_attach import StepSpec, attach_step
 
+        if self.case.habit == "with_path":
+            driver.attached(self.engine, driver.Spec())
         spec = StepSpec(step="fused", threads=self.case.threads, piece_elements=PIECE_ELEMENTS)
         self.status = attach_step(self.engine, spec, check=self.case.habit in {"checked", "coming_and_going"})
 
