@@ -124,11 +124,13 @@ class Verdict:
             pin_parameters=parameters.pinned,
             unsettled_pins=("pin_optimizer",) * optimizer.unsettled
             + ("pin_parameters",) * parameters.unsettled,
+            untried_pins=("pin_optimizer",) * self.rules.untried
+            + ("pin_parameters",) * self.rules.untried_parameters,
             sizes=sizes,
             gain=self.gain,
             noise=self.noise,
             tie=any(e.record.path != record.path for e in self.near),
-            reasons=(*self._reasons(), *self._where(), optimizer.reason, parameters.reason),
+            reasons=(*self._reasons(), *self._where(), optimizer.reason, parameters.reason, *self._untried()),
             accumulate=self.chosen.place if self.steer.accumulate == "auto" else self.steer.accumulate,
         )
         return Decision(
@@ -291,6 +293,14 @@ class Verdict:
         size = DTYPE_BYTES[workload.dtype] * elements
         pageable, pinned = (model.line("h2d", m).seconds(size) for m in ("pageable", "pinned"))
         return _Pin.measured(section, f"a fetch of {units.size(size)} takes", pageable, pinned, self.noise)
+
+    def _untried(self) -> Iterator[str]:
+        """What was chosen from smaller blocks than a run will need."""
+        if self.rules.untried:
+            yield (
+                f"offload_optimizer needs a page-locked block of {self.rules.largest_optimizer_bytes:,} bytes, and "
+                f"blocks up to {self.rules.pin.proven_bytes:,} were tried here: a false of yours stays"
+            )
 
     # -- where micro-steps are added up --
 
