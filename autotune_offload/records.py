@@ -179,13 +179,20 @@ class PinCost(Record, frozen=True, kw_only=True):
     """What page-locking costs and how far it goes.
 
     `seconds_per_gib` is None and `largest_bytes` 0 where nothing pins; `capped` says that the search
-    for the largest block stopped at its own cap and not at a failure.
+    for the largest block stopped at its own cap and not at a failure. `tried_bytes` is the largest block that
+    was locked in a child process, where blocks of the model's own size were tried.
     """
 
     seconds_per_gib: float | None
     largest_bytes: int
     capped: bool
     reason: str | None = None
+    tried_bytes: int = 0
+
+    @property
+    def proven_bytes(self) -> int:
+        """The largest block that was really locked here."""
+        return max(self.largest_bytes, self.tried_bytes)
 
 
 class Measurements(Record, frozen=True, kw_only=True):
@@ -356,6 +363,8 @@ class Choice(Record, frozen=True, kw_only=True):
     """Those of the two pin fields whose other value measured the same within the noise: a user's own stays."""
     pin_optimizer_alone: bool = False
     """`pin_optimizer` where DeepSpeed's own code carries the gradients, by its own two measured times."""
+    untried_pins: tuple[str, ...] = ()
+    """Those of the two pin fields that need a larger block than any that was locked here: what a run has stays."""
     accumulate: Accumulate = "device"
     """Where micro-steps are added up; no choice, and in place, where device memory is host memory."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import re
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 from autotune_offload.api import reached
 from autotune_offload.api.call import configuration, emptied, init_distributed, named, working
 from autotune_offload.api.deciding import (
+    SWITCH,
     Decided,
     decided_or_not,
     switched_off,
@@ -21,7 +24,7 @@ from autotune_offload.api.deciding import (
 )
 from autotune_offload.api.given import Asked
 from autotune_offload.api.notices import DOCTOR, cause, log, warn
-from autotune_offload.api.report import Report, reports
+from autotune_offload.api.report import Report, reports, shown
 from autotune_offload.config import reading
 from autotune_offload.engine.attach import attach
 from autotune_offload.engine.attachment import Status
@@ -29,7 +32,11 @@ from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.step_attach import attach_step
 from autotune_offload.errors import ProfileError
 from autotune_offload.profiles.store import Store
+from autotune_offload.ranks import group
 from autotune_offload.records import Profile, Record, Workload
+
+_ENGINES = re.compile(r"deepspeed\.runtime\.(.*\.)?(hybrid_)?engine$")
+"""Modules whose code runs once `deepspeed.initialize` makes an engine."""
 
 
 def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **kwargs: Any) -> Any:
@@ -51,8 +58,11 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
     import deepspeed
 
     call = _taken(deepspeed.initialize, args, kwargs, autotune)
-    with working():
-        result = deepspeed.initialize(*call.args, **call.kwargs)
+    try:
+        with working():
+            result = deepspeed.initialize(*call.args, **call.kwargs)
+    except Exception as error:
+        result, call = _started_as_the_user_has_it(call, deepspeed.initialize, error)
     with contextlib.suppress(Exception):  # an engine that takes no weak reference has no report
         reports[result[0]] = call.decided.report
     carried = replace(_carried_out(result[0], call.decided), step=_step(result[0], call.decided))
@@ -68,6 +78,47 @@ class _Call(Record, frozen=True, kw_only=True):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     decided: Decided
+    own: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """The arguments with the user's own configuration, where they differ."""
+
+
+def _started_as_the_user_has_it(
+    call: _Call, stock: Callable[..., Any], error: Exception
+) -> tuple[Any, _Call]:
+    """What DeepSpeed makes of the user's own configuration, after it failed with keys of ours, where that is safe.
+
+    Safe is one process, and a failure before an engine was begun: then nothing of the caller's was changed, and no
+    other rank waits in a collective. Later, the model is partitioned, hooks are in it and an optimizer is emptied.
+
+    Raises:
+        Exception: `error` itself, where no key is ours, it is not safe, or the user's own configuration fails too.
+    """
+    changes = call.decided.report.changes
+    if call.own is None or not changes:
+        raise error
+    keys = ", ".join(f"{change.key} {shown(change.before)} -> {shown(change.after)}" for change in changes)
+    failed = f"deepspeed.initialize failed ({cause(error)}) with keys that were written here: {keys}"
+    if call.decided.strict or group.announced_ranks() > 1 or _engine_begun(error):
+        warn(
+            f"{failed}; {SWITCH}=0 in the environment starts the run without them, and `keep` in the autotune_offload "
+            "block protects a single key"
+        )
+        raise error
+    args, kwargs = call.own
+    try:
+        with working():
+            result = stock(*args, **kwargs)
+    except Exception:
+        raise error from None  # then it is none of ours
+    warn(f"{failed}; it started with your own configuration instead")
+    report = Report(profile=None, notices=(failed,))
+    return result, _Call(args=args, kwargs=kwargs, decided=Decided(config=None, report=report))
+
+
+def _engine_begun(error: Exception) -> bool:
+    """Whether an engine's own code is among what was running."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(_ENGINES.match(str(frame.f_globals.get("__name__"))) for frame in frames)
 
 
 def _taken(
@@ -105,7 +156,8 @@ def _taken(
     config = untuned if decided.config is None else decided.config
     if config is given:
         return _Call(args=args, kwargs=kwargs, decided=decided)
-    return _Call(args=rest, kwargs={**tuned, "config": config}, decided=decided)
+    own = (args, kwargs) if untuned is given else (rest, {**tuned, "config": untuned})
+    return _Call(args=rest, kwargs={**tuned, "config": config}, decided=decided, own=own)
 
 
 def _in_deepspeeds_form(

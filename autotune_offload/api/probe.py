@@ -96,6 +96,7 @@ def probe(
     from autotune_offload.decide.decide import decide
     from autotune_offload.measure.measure import measure, pin_cap_bytes
     from autotune_offload.measure.rehearsal import rehearse, sizes
+    from autotune_offload.paths.page_locking import largest_needed
 
     device = device or AcceleratorDevice()
     steer = capped(settings or Settings(), max_pinned_bytes)
@@ -107,7 +108,12 @@ def probe(
     memory_bytes = limits.available_bytes // MEMORY_SHARE
     pin_bytes = pin_cap_bytes(loaded, limits.pinnable_bytes, memory_bytes)
     # before the clock starts: a child's life is its imports, and they are not the budget's either
-    rehearsed = rehearse(device, sizes(pin_bytes), seconds=loaded.budget_seconds)
+    rehearsed = rehearse(
+        device,
+        sizes(pin_bytes),
+        seconds=loaded.budget_seconds,
+        whole_bytes=largest_needed(workload, limits, layout, software.deepspeed),
+    )
     started = device.now()
     with measuring(device):
         measurements = measure(

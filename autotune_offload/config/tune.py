@@ -197,6 +197,14 @@ class _Tuning(msgspec.Struct, kw_only=True):
             whose = "DeepSpeed's own value" if wish is None else "your value"
             stays = bool(key.default(self.version)) if wish is None else wish
             return stays, f"{whose}, since the NVMe swapper page-locks its own buffers and was not measured"
+        untried = measured and key.field in self.choice.untried_pins
+        if untried and not (bool(key.default(self.version)) if wish is None else wish):
+            self.notices.append(
+                f"{ZERO}.{key.names()[0]} stays false: true was chosen, but a page-locked block as large as this model "
+                "needs was not tried here"
+            )
+            whose = "DeepSpeed's own value" if wish is None else "your value"
+            return False, f"{whose}; blocks as large as this model needs were not tried"
         if wish is not None and wish is not measured and key.field in self.choice.unsettled_pins:
             self.notices.append(
                 f"{ZERO}.{key.names()[0]} stays {json.dumps(wish)} as you wrote it: {json.dumps(measured)} was "

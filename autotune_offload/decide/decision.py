@@ -12,6 +12,7 @@ from autotune_offload.decide.pins import optimizer_pin, own_pin, parameters_pin
 from autotune_offload.decide.reasons import (
     place_reasons,
     reasons,
+    untried_reasons,
     warnings,
     words,
 )
@@ -48,11 +49,19 @@ def decision(verdict: Verdict, sizes: ZeroSizes) -> Decision:
         pin_optimizer_alone=alone.pinned,
         pin_parameters=parameters.pinned,
         unsettled_pins=("pin_optimizer",) * optimizer.unsettled + ("pin_parameters",) * parameters.unsettled,
+        untried_pins=("pin_optimizer",) * verdict.rules.untried
+        + ("pin_parameters",) * verdict.rules.untried_parameters,
         sizes=sizes,
         gain=verdict.gain,
         noise=verdict.noise,
         tie=any(e.record.path != record.path for e in verdict.near),
-        reasons=(*reasons(verdict), *place_reasons(verdict), optimizer.reason, parameters.reason),
+        reasons=(
+            *reasons(verdict),
+            *place_reasons(verdict),
+            optimizer.reason,
+            parameters.reason,
+            *untried_reasons(verdict),
+        ),
         accumulate=verdict.chosen.place if verdict.steer.accumulate == "auto" else verdict.steer.accumulate,
     )
     return Decision(

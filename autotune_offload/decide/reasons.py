@@ -123,6 +123,16 @@ def place_reasons(verdict: Verdict) -> Iterator[str]:
     )
 
 
+def untried_reasons(verdict: Verdict) -> Iterator[str]:
+    """What was chosen from smaller blocks than a run will need."""
+    rules = verdict.rules
+    if rules.untried:
+        yield (
+            f"offload_optimizer needs a page-locked block of {rules.largest_optimizer_bytes:,} bytes, and "
+            f"blocks up to {rules.pin.proven_bytes:,} were tried here: a false of yours stays"
+        )
+
+
 def warnings(verdict: Verdict, choice: Choice) -> Iterator[str]:
     """What failed of DeepSpeed's own, and what it page-locks whatever is chosen."""
     for baseline in verdict.outcome.baselines:

@@ -94,7 +94,7 @@ def _sub_group(rules: PinRules) -> tuple[int | None, str]:
     own = "stays DeepSpeed's own"
     if rules.not_on_offer is not None:
         return None, f"{own}: nothing is page-locked here, so no sub-group is too large for it"
-    value, largest = rules.sub_group, rules.pin.largest_bytes
+    value, largest = rules.sub_group, rules.pin.proven_bytes
     if value is None:
         kept = "it page-locks one block a sub-group, and none was too large here"
         if not rules.pin.capped and rules.largest_optimizer_bytes > largest:

@@ -120,6 +120,13 @@ class SimulatedDevice(ClockedDevice):
             return f"invalid argument: no more than {min(bounds):,} bytes lock in one block"
         return None
 
+    def try_lock(self, size: int, copied: int) -> None:
+        """The time that locking takes, and no memory of this host: a described one may have more."""
+        why = self._why_no_pin(size)
+        if why is not None:
+            raise PinError(f"page-locking {size:,} bytes failed: {why}")
+        self._thread.now += self._lasting(self.machine.pin.ms_per_gib * 1e-3 * size / 2**30)
+
     def why_not_pinned(self) -> str | None:
         """None where a page can be locked."""
         return self._why_no_pin(4096)

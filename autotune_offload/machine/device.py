@@ -140,6 +140,19 @@ class Device(ABC):
             f"page-locking {elements * dtype.itemsize:,} bytes failed: this device locks no memory"
         )
 
+    def try_lock(self, size: int, copied: int) -> None:
+        """Page-lock a block of so many bytes, copy its last `copied` bytes both ways, and give it back.
+
+        Raises:
+            PinError: it cannot be locked.
+        """
+        pinned = self.pinned_empty(size, torch.uint8)
+        piece, on_device = pinned[-copied:], self.empty(copied, torch.uint8)
+        self.h2d(on_device, piece, non_blocking=True)
+        self.d2h(piece, on_device, non_blocking=True)
+        self.record_event().synchronize()
+        self.release_pinned(pinned)
+
     def unlock_pages(self, pinned: Tensor) -> None:
         """`release_pinned`, for good."""
         del pinned

@@ -125,6 +125,13 @@ def pin_cost(
         if device.now() + 2 * taken > deadline:
             break
         size *= 2
-    if rehearsed is not None and rehearsed.reason is not None and reason is None:  # time was up before
-        largest, reason = max(largest, rehearsed.largest_bytes), rehearsed.reason
-    return PinCost(seconds_per_gib=per_gib, largest_bytes=largest, capped=reason is None, reason=reason)
+    tried = 0 if rehearsed is None else rehearsed.largest_bytes
+    if rehearsed is not None and reason is None:  # what failed there lies beyond what was tried here
+        reason = rehearsed.reason
+    return PinCost(
+        seconds_per_gib=per_gib,
+        largest_bytes=largest,
+        capped=reason is None,
+        reason=reason,
+        tried_bytes=tried,
+    )

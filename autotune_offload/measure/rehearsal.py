@@ -42,6 +42,12 @@ files."""
 BUILD_SECONDS = 300.0
 """The same where DeepSpeed compiles its native pin backend first, which took two minutes on two cores."""
 
+_OF_THE_TIME = 0.8
+"""A block of the model's own size is tried where it can be expected to be over by this part of the time."""
+
+_COPIED_BYTES = 64 << 20
+"""Of such a block so much is copied: device memory is for the model."""
+
 _GONE_SECONDS = 2.0
 """How long a killed child is waited for: one that is stuck in the driver goes when the driver lets it."""
 
@@ -69,6 +75,13 @@ def sizes(most_bytes: int) -> list[int]:
     return [1 << power for power in range(mmap.PAGESIZE.bit_length() - 1, most_bytes.bit_length())]
 
 
+def beyond(swept: Sequence[int], whole_bytes: int) -> list[int]:
+    """The blocks to try after those: doubling up to the one that a model really needs, and that one."""
+    last = swept[-1] if swept else mmap.PAGESIZE
+    rising = [1 << power for power in range(last.bit_length(), max(whole_bytes - 1, 0).bit_length())]
+    return [*rising, whole_bytes] if swept and whole_bytes > last else []
+
+
 def needed(device: Device) -> bool:
     """Whether an operation on this device could hang or end the process."""
     return not device.synchronous or _native(device)
@@ -79,7 +92,12 @@ def _native(device: Device) -> bool:
 
 
 def rehearse(
-    device: Device, blocks: Sequence[int], *, seconds: float, made_by: str = _OWN
+    device: Device,
+    blocks: Sequence[int],
+    *,
+    seconds: float,
+    whole_bytes: int = 0,
+    made_by: str = _OWN,
 ) -> Rehearsed | None:
     """Lock and copy blocks of these sizes in bytes where it does no harm; None where that proves nothing.
 
@@ -87,6 +105,8 @@ def rehearse(
         device: what this process will use. A described one is tried on its twin.
         blocks: rising sizes.
         seconds: for all of it, the child's start not counted.
+        whole_bytes: a block that the model really needs, tried after the others as far as the time allows; of such
+            large ones only a piece is copied.
         made_by: "module:callable" that makes the child's device, called with `index`.
 
     Raises:
@@ -96,11 +116,11 @@ def rehearse(
         return None
     twin = device.twin()
     if twin is not None:
-        return _followed(_on(twin, blocks), device)
+        return _followed(_on(twin, blocks, whole_bytes, seconds), device)
     if made_by == _OWN and not (isinstance(device, AcceleratorDevice) and device.deepspeeds_own):
         return None  # another process could not make the same device
     try:
-        with _child(device, blocks, seconds, made_by) as told:
+        with _child(device, blocks, whole_bytes, seconds, made_by) as told:
             return _followed(told, device)
     except OSError as error:
         return Rehearsed(largest_bytes=0, reason=f"no child process could be started to try it in: {error}")
@@ -112,25 +132,61 @@ Said = dict[str, Any]
 """One line of the child's: what it does next, what went well, or how it ended."""
 
 
-def _on(device: Device, blocks: Sequence[int]) -> Iterator[Said]:
+def _on(device: Device, blocks: Sequence[int], whole_bytes: int, seconds: float) -> Iterator[Said]:
     """Say each step before it is taken, so that the last word tells where it ended."""
+    started, per_byte = device.now(), 0.0
     try:
         with device.selected(), device.timed_only():
             yield {"next": "answer", "bytes": mmap.PAGESIZE}
             _copy_both_ways(device, device.host_empty(mmap.PAGESIZE, torch.uint8), non_blocking=False)
             for size in blocks:
+                before = device.now()
                 yield {"next": "lock", "bytes": size}
                 pinned = device.pinned_empty(size, torch.uint8)
+                per_byte = (device.now() - before) / size
                 yield {"next": "copy", "bytes": size}
                 _copy_both_ways(device, pinned, non_blocking=True)
                 device.release_pinned(pinned)
                 del pinned
                 yield {"well": size}
+            yield from _large(device, blocks, whole_bytes, per_byte, started + seconds * _OF_THE_TIME)
         yield {"end": "done"}
     except PinError as error:
         yield {"end": "pin", "error": str(error)}
     except (AutotuneError, RuntimeError, OSError, MemoryError) as error:
         yield {"end": "error", "error": f"{error}"}
+
+
+def _large(
+    device: Device, blocks: Sequence[int], whole_bytes: int, per_byte: float, deadline: float
+) -> Iterator[Said]:
+    """The model's own block at once, else as large ones as go, as long as each can be expected to be over in time.
+
+    Raises:
+        PinError: the model's own could not be locked, or none as large as was tried.
+    """
+    *rising, whole = beyond(blocks, whole_bytes) or [0]
+    copied, failed = min(blocks[-1] if blocks else 0, _COPIED_BYTES), None
+    for size in [whole, *rising] * bool(whole):
+        before = device.now()
+        if before + per_byte * size > deadline:
+            if size == whole:
+                continue
+            break
+        yield {"next": "lock", "bytes": size}
+        try:
+            device.try_lock(size, copied)
+        except PinError as error:
+            failed = failed or error
+            if size != whole:
+                break
+            continue
+        per_byte = (device.now() - before) / size
+        yield {"well": size}
+        if size == whole:
+            break
+    if failed is not None:
+        raise failed
 
 
 def _copy_both_ways(device: Device, host: torch.Tensor, *, non_blocking: bool) -> None:
@@ -181,7 +237,9 @@ def _ended(step: Said, said: Said, largest: int, device: Device) -> Rehearsed:
 
 
 @contextlib.contextmanager
-def _child(device: Device, blocks: Sequence[int], seconds: float, made_by: str) -> Iterator[Iterator[Said]]:
+def _child(
+    device: Device, blocks: Sequence[int], whole_bytes: int, seconds: float, made_by: str
+) -> Iterator[Iterator[Said]]:
     """The words of a child process, which is gone at the end whatever it was doing."""
     start_seconds = BUILD_SECONDS if _native(device) else START_SECONDS
     mine, theirs = os.pipe()
@@ -210,6 +268,8 @@ def _child(device: Device, blocks: Sequence[int], seconds: float, made_by: str) 
                 "made_by": made_by,
                 "index": device.identity.index,
                 "blocks": list(blocks),
+                "whole_bytes": whole_bytes,
+                "seconds": seconds,
                 "pipe": theirs,
                 "life": its_life,
                 "life_seconds": math.ceil(start_seconds + seconds + _GONE_SECONDS),
@@ -294,4 +354,4 @@ def _steps(given: dict[str, Any]) -> Iterator[Said]:
         yield {"end": "error", "error": f"{error}"}
         return
     _end_at_once_with_parent()
-    yield from _on(device, given["blocks"])
+    yield from _on(device, given["blocks"], given["whole_bytes"], given["seconds"])

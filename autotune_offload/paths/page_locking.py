@@ -48,9 +48,9 @@ class PinRules:
         layout = self.layout
         if layout.stage != 3 or layout.optimizer != "cpu" or layout.sub_group_elements is not None:
             return None
-        if self.pin.capped or not self.pin.largest_bytes or self._fits(SUB_GROUP_ELEMENTS):
+        if self.pin.capped or not self.pin.proven_bytes or self._fits(SUB_GROUP_ELEMENTS):
             return None
-        return pinned_blocks.fitting_sub_group(self.workload, self.pin.largest_bytes)
+        return pinned_blocks.fitting_sub_group(self.workload, self.pin.proven_bytes)
 
     def against_path(self, path: Path) -> str | None:
         """Why no candidate of this path can run, if so."""
@@ -127,7 +127,15 @@ class PinRules:
     @property
     def untried(self) -> bool:
         """Whether the optimizer's largest block is larger than any that was locked here, and none has failed."""
-        return self.locks and self.pin.capped and self.largest_optimizer_bytes > self.pin.largest_bytes
+        return self._untried(self.largest_optimizer_bytes)
+
+    @property
+    def untried_parameters(self) -> bool:
+        """The same of the largest parameter's block."""
+        return self._untried(max(pinned_blocks.parameter_blocks(self.workload)))
+
+    def _untried(self, block: int) -> bool:
+        return self.locks and self.pin.capped and block > self.pin.proven_bytes
 
     def _sub_group_size(self) -> int:
         return self.layout.sub_group_elements or self.sub_group or SUB_GROUP_ELEMENTS
@@ -136,7 +144,7 @@ class PinRules:
         return self.layout.master_bytes * pinned_blocks.largest_sub_group(self.workload, size)
 
     def _fits(self, size: int) -> bool:
-        return self._sub_group_bytes(size) <= self.pin.largest_bytes
+        return self._sub_group_bytes(size) <= self.pin.proven_bytes
 
     def _hardest_block(self) -> tuple[int, str]:
         """The block of the optimizer's that decides whether all can be locked, and what makes it smaller."""
@@ -145,12 +153,12 @@ class PinRules:
         if not divided:
             return largest, f"sub_group_size does not divide it; {_MORE_RANKS}"
         sums = self.optimizer_blocks[0]
-        if sums > self.pin.largest_bytes:
+        if sums > self.pin.proven_bytes:
             return (
                 sums,
                 f"it holds the sums of all gradients, which sub_group_size does not divide; {_MORE_RANKS}",
             )
-        fitting = pinned_blocks.fitting_sub_group(self.workload, self.pin.largest_bytes)
+        fitting = pinned_blocks.fitting_sub_group(self.workload, self.pin.proven_bytes)
         if self.layout.sub_group_elements is not None and fitting is not None:
             return largest, f'lower sub_group_size to {fitting:,}, or make it "auto"'
         return largest, _MORE_RANKS
@@ -163,11 +171,11 @@ class PinRules:
         return [] if self.against_deepspeeds_own() else self.own_blocks
 
     def _beyond_largest(self, block: int, way_out: str) -> str | None:
-        if self.pin.capped or block <= self.pin.largest_bytes:
+        if self.pin.capped or block <= self.pin.proven_bytes:
             return None
         return (
             f"needs a page-locked block of {block:,} bytes, but the largest that could be "
-            f"locked here is {self.pin.largest_bytes:,} ({self.pin.reason}); {way_out}"
+            f"locked here is {self.pin.proven_bytes:,} ({self.pin.reason}); {way_out}"
         )
 
     def _against_blocks(
@@ -179,3 +187,14 @@ class PinRules:
             in_any_case_bytes=self._in_any_case,
             beside_bytes=pinned_blocks.state_bytes(self.workload, self.layout, weights_pinned=weights_pinned),
         )
+
+
+def largest_needed(workload: Workload, limits: Limits, layout: Layout, version: str) -> int:
+    """Bytes of the largest block that a run with this model may page-lock; 0 where the limits leave no room to try it.
+
+    It exists twice while it is locked, and the page-locked one is rounded up.
+    """
+    anything = PinCost(seconds_per_gib=None, largest_bytes=1 << 60, capped=True)
+    rules = PinRules(workload=workload, pin=anything, limits=limits, layout=layout, version=version)
+    block = max([rules.largest_optimizer_bytes, *rules.own_blocks, *pinned_blocks.parameter_blocks(workload)])
+    return 0 if machine_limits.check_pinned([block], limits) else block

@@ -6,6 +6,7 @@ import argparse
 import base64
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 import logging
@@ -404,19 +405,68 @@ def test_an_interrupt_is_not_swallowed(calls: Calls, probes: Probes) -> None:
     assert not calls
 
 
+def refusing(calls: Calls, monkeypatch: pytest.MonkeyPatch, refuses: Callable[[Any], bool]) -> None:
+    """DeepSpeed fails where a configuration is one of those."""
+    take = calls.stub
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        result = take(*args, **kwargs)
+        if refuses(kwargs["config"]):
+            raise AssertionError("no optimizer")
+        return result
+
+    monkeypatch.setattr(calls, "stub", stub)
+
+
 def test_an_error_of_deepspeeds_own_is_the_users(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is neither caught nor tried twice."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs)
-        raise AssertionError("no optimizer")
-
-    monkeypatch.setattr(calls, "stub", refuse)
+    """It reaches the user as it was; that the user's own configuration fails too shows that it is none of ours."""
+    refusing(calls, monkeypatch, lambda config: True)
     with pytest.raises(AssertionError, match="no optimizer"):
         api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
-    assert len(calls) == 1 and warnings(caplog) == []
+    assert warnings(caplog) == []
+
+
+def test_a_failure_with_our_keys_starts_with_the_users_own(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One process, no engine begun: called again with the very object; one warning names every key."""
+    config = copy.deepcopy(CONFIG)
+    refusing(calls, monkeypatch, lambda given: given is not config)
+    engine, *_ = api_initialize.initialize(model=MODEL, config=config)
+    assert [call["config"] is config for call in calls] == [False, True]
+    (said,) = warnings(caplog)
+    assert "no optimizer" in said and "offload_optimizer.pin_memory true -> false" in said
+    assert api_report.report(engine).profile is None and config == CONFIG
+
+
+@pytest.mark.parametrize("why", ["engine begun", "several ranks", "strict"])
+def test_where_it_is_not_safe_the_failure_names_keys_and_switch(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    """Once an engine was begun the model is changed; other ranks would wait; strict wants to see it."""
+    config = copy.deepcopy(CONFIG)
+    refusing(calls, monkeypatch, lambda given: given is not config)
+    if why == "engine begun":
+        code = compile("def begun(work, *args, **kwargs): return work(*args, **kwargs)", "engine.py", "exec")
+        within: dict[str, Any] = {"__name__": "deepspeed.runtime.engine"}
+        exec(code, within)
+        monkeypatch.setattr(calls, "stub", functools.partial(within["begun"], calls.stub))
+    if why == "several ranks":
+        take = calls.stub
+
+        def one_of_two(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            return take(*args, **kwargs)
+
+        monkeypatch.setattr(calls, "stub", one_of_two)
+    autotune = {"strict": True} if why == "strict" else None
+    with pytest.raises(AssertionError, match="no optimizer"):
+        api_initialize.initialize(model=MODEL, config=config, autotune=autotune)
+    assert len(calls) == 1
+    said = warnings(caplog)[-1]
+    assert "offload_optimizer.pin_memory" in said and "AUTOTUNE_OFFLOAD=0" in said and "keep" in said
 
 
 # -- nothing to do --------------------------------------------------------------------------------

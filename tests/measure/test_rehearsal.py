@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -23,6 +24,7 @@ from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.measure import rehearsal
 from autotune_offload.measure.rehearsal import Rehearsed, rehearse, sizes
+from autotune_offload.workload import from_parameter_count
 from tests.reliability import devices
 
 BLOCKS = sizes(4 << 20)
@@ -145,3 +147,50 @@ def test_a_twin_is_as_the_device_itself() -> None:
         device.identity,
     )
     assert twin.now() == 0.0
+
+
+# -- blocks of the model's own size ----------------------------------------------------------------
+
+
+def test_the_models_own_block_is_tried_after_the_others() -> None:
+    """Doubling up to it; nothing where a model needs no more than what was tried."""
+    assert rehearsal.beyond(BLOCKS, 21 << 20) == [8 << 20, 16 << 20, 21 << 20]
+    assert rehearsal.beyond(BLOCKS, 16 << 20) == [8 << 20, 16 << 20]
+    assert rehearsal.beyond(BLOCKS, 4 << 20) == rehearsal.beyond([], 1 << 30) == []
+
+
+def test_a_real_child_locks_the_models_own_block() -> None:
+    """Of which only a piece is copied."""
+    found = rehearse(
+        devices.Honest(), BLOCKS, seconds=5.0, whole_bytes=(9 << 20) + 8, made_by=f"{devices.HERE}:Honest"
+    )
+    assert found == Rehearsed(largest_bytes=(9 << 20) + 8)
+
+
+@pytest.mark.parametrize(
+    ("pin", "largest", "fails"),
+    [
+        ({"ms_per_gib": 100, "largest_bytes": 4 << 30}, 4 << 30, True),
+        ({"ms_per_gib": 100, "largest_bytes": None}, 7 << 30, False),
+        ({"ms_per_gib": 20_000, "largest_bytes": None}, 64 << 20, False),
+    ],
+    ids=["none above 4 GiB", "all", "too slow to try"],
+)
+def test_what_is_too_large_or_too_slow_is_not_assumed(pin: dict[str, Any], largest: int, fails: bool) -> None:
+    """A failure is the reason; what there is no time for is neither proven nor refused."""
+    described = machine.load("h100_sxm_pcie5")
+    described = msgspec.structs.replace(described, pin=msgspec.structs.replace(described.pin, **pin))
+    found = rehearse(SimulatedDevice(described), sizes(32 << 20), seconds=5.0, whole_bytes=7 << 30)
+    assert found is not None and found.largest_bytes == largest
+    assert ("invalid argument" in str(found.reason)) is fails
+
+
+def test_a_probe_keeps_what_was_tried_apart_from_what_it_measured() -> None:
+    """The sweep's own blocks bound the buffers; the model's own bounds what is assumed."""
+    profile = probe.probe(
+        device=SimulatedDevice(machine.load("h100_sxm_pcie5")),
+        workload=from_parameter_count(5 * 10**8),
+        budget_seconds=2,
+    )
+    assert profile.pin.largest_bytes <= 1 << 28 < profile.pin.tried_bytes == profile.pin.proven_bytes
+    assert profile.choice.untried_pins == ()
