@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune_offload import records, switch
+from autotune_offload.api.foreseen import will_fail
 from autotune_offload.api.given import (
     Asked,
     as_laid_out,
@@ -29,6 +30,7 @@ from autotune_offload.engine.step_attach import StepSpec
 from autotune_offload.errors import ConfigError, UndecidedError
 from autotune_offload.machine import host
 from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.profiles.lookup import limits_of_rank
 from autotune_offload.ranks import group as ranks_group
 from autotune_offload.ranks.agreement import Agreement
 from autotune_offload.ranks.group import WAIT_SECONDS
@@ -156,10 +158,19 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         filled=filled_by_trainer(config),
         carried=carry_path,
     )
+    fails = tuple(
+        will_fail(
+            tuned.config,
+            profile,
+            limits_of_rank(device, profile.workload, settings),
+            pin_backend=device.identity.pin_backend,
+            version=host.software().deepspeed,
+        )
+    )
     report_ = Report(
         profile=profile,
         changes=tuned.changes,
-        notices=(*found.loud, *found.notices, *too_late, *tuned.notices, *profile.warnings),
+        notices=(*found.loud, *found.notices, *fails, *too_late, *tuned.notices, *profile.warnings),
         source=found.source,
         path=None if carry_path or not wanted else Status(why_not=why_no_path),
     )
@@ -174,7 +185,7 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
     if agreement is not None:  # the last thing that may fail: from here on the others use it
         agreement.confirm(equal_keys.sizes_digest(tuned.config))
     if asked.says:
-        say((*found.loud, *too_late, *tuned.notices), tuned.changes)
+        say((*found.loud, *fails, *too_late, *tuned.notices), tuned.changes)
     return decided
 
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotune_offload import switch
 from autotune_offload.api import reached
 from autotune_offload.api.call import configuration, emptied, init_distributed, named, working
 from autotune_offload.api.deciding import (
-    SWITCH,
     Decided,
     decided_or_not,
     switched_off,
@@ -100,7 +100,7 @@ def _started_as_the_user_has_it(
     failed = f"deepspeed.initialize failed ({cause(error)}) with keys that were written here: {keys}"
     if call.decided.strict or group.announced_ranks() > 1 or _engine_begun(error):
         warn(
-            f"{failed}; {SWITCH}=0 in the environment starts the run without them, and `keep` in the autotune_offload "
+            f"{failed}; {switch.NAME}=0 in the environment starts the run without them, and `keep` in the autotune_offload "
             "block protects a single key"
         )
         raise error
