@@ -100,8 +100,8 @@ def _started_as_the_user_has_it(
     failed = f"deepspeed.initialize failed ({cause(error)}) with keys that were written here: {keys}"
     if call.decided.strict or group.announced_ranks() > 1 or _engine_begun(error):
         warn(
-            f"{failed}; {switch.NAME}=0 in the environment starts the run without them, and `keep` in the autotune_offload "
-            "block protects a single key"
+            f"{failed}; {switch.NAME}=0 in the environment starts the run without them, and `keep` in the "
+            "autotune_offload block protects a single key"
         )
         raise error
     args, kwargs = call.own

@@ -94,8 +94,9 @@ def probe(
     import torch
 
     from autotune_offload.decide.decide import decide
+    from autotune_offload.measure.attempts import sizes
     from autotune_offload.measure.measure import measure, pin_cap_bytes
-    from autotune_offload.measure.rehearsal import rehearse, sizes
+    from autotune_offload.measure.rehearsal import rehearse
     from autotune_offload.paths.page_locking import largest_needed
 
     device = device or AcceleratorDevice()

@@ -61,8 +61,8 @@ HJSON = """\ufeff{
 """
 
 
-class Given(Exception):
-    """Carries the configuration that DeepSpeed has settled on."""
+class Given(BaseException):
+    """Carries the configuration that DeepSpeed has settled on; a stop, and no failure that is made good."""
 
 
 @pytest.fixture(autouse=True)

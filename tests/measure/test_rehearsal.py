@@ -22,8 +22,9 @@ from autotune_offload.described import machine
 from autotune_offload.described.clocked import Faults
 from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.machine.accelerator import AcceleratorDevice
-from autotune_offload.measure import rehearsal
-from autotune_offload.measure.rehearsal import Rehearsed, rehearse, sizes
+from autotune_offload.measure import attempts, rehearsal
+from autotune_offload.measure.attempts import sizes
+from autotune_offload.measure.rehearsal import Rehearsed, rehearse
 from autotune_offload.workload import from_parameter_count
 from tests.reliability import devices
 
@@ -154,9 +155,9 @@ def test_a_twin_is_as_the_device_itself() -> None:
 
 def test_the_models_own_block_is_tried_after_the_others() -> None:
     """Doubling up to it; nothing where a model needs no more than what was tried."""
-    assert rehearsal.beyond(BLOCKS, 21 << 20) == [8 << 20, 16 << 20, 21 << 20]
-    assert rehearsal.beyond(BLOCKS, 16 << 20) == [8 << 20, 16 << 20]
-    assert rehearsal.beyond(BLOCKS, 4 << 20) == rehearsal.beyond([], 1 << 30) == []
+    assert attempts.beyond(BLOCKS, 21 << 20) == [8 << 20, 16 << 20, 21 << 20]
+    assert attempts.beyond(BLOCKS, 16 << 20) == [8 << 20, 16 << 20]
+    assert attempts.beyond(BLOCKS, 4 << 20) == attempts.beyond([], 1 << 30) == []
 
 
 def test_a_real_child_locks_the_models_own_block() -> None:

@@ -23,8 +23,9 @@ from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.errors import DeviceError, MeasurementError
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.measure import rehearsal
+from autotune_offload.measure.attempts import sizes
 from autotune_offload.measure.costs import check_synchronize
-from autotune_offload.measure.rehearsal import Rehearsed, rehearse, sizes
+from autotune_offload.measure.rehearsal import Rehearsed, rehearse
 from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice
 from tests.reliability import devices
 from tests.reliability.registry import NotPossible, fault

@@ -19,7 +19,8 @@ from autotune_offload.api import initialize
 from autotune_offload.api import probe as api_probe
 from autotune_offload.api import profile as api_profile
 from autotune_offload.interruption import Terminated, raising
-from autotune_offload.measure.rehearsal import rehearse, sizes
+from autotune_offload.measure.attempts import sizes
+from autotune_offload.measure.rehearsal import rehearse
 from tests.factories import make_profile
 from tests.reliability import devices
 from tests.reliability.registry import fault
@@ -112,7 +113,8 @@ def _(folder: Path) -> str:
 _REHEARSES = f"""
 import sys
 from autotune_offload.interruption import cleaned_up
-from autotune_offload.measure.rehearsal import rehearse, sizes
+from autotune_offload.measure.attempts import sizes
+from autotune_offload.measure.rehearsal import rehearse
 from tests.reliability import devices
 with cleaned_up():
     print("rehearsing", file=sys.stderr, flush=True)
