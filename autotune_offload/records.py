@@ -7,18 +7,17 @@ no I/O here. A probe's JSON document is `to_plain(Profile)`.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import msgspec
 
 from autotune_offload.errors import ProfileError
 
 if TYPE_CHECKING:
-    from dataclasses import Field
+    pass
 
 
 SCHEMA = 1
@@ -36,29 +35,12 @@ Scalar = str | int | float | bool | None
 T = TypeVar("T")
 
 
-class _Fields:
-    """The fields of a class as `dataclasses` has them, made when they are asked for."""
-
-    def __get__(self, record: object, owner: type[msgspec.Struct]) -> dict[str, Field[Any]]:
-        return _dataclass_fields(owner)
-
-
-@functools.cache
-def _dataclass_fields(owner: type[msgspec.Struct]) -> dict[str, Field[Any]]:
-    import dataclasses
-
-    like = dataclasses.make_dataclass(owner.__name__, owner.__struct_fields__, kw_only=True)
-    return {field.name: field for field in dataclasses.fields(like)}
-
-
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of plain data: made in C, 20 times as fast as a dataclass, of which each costs a start 1 ms.
 
-    Equality, hash, repr and the constructor are a frozen dataclass's, and `dataclasses.replace`, `fields`,
-    `asdict` and `is_dataclass` take it for one.
+    Equality, hash, repr and the constructor are a frozen dataclass's; `msgspec.structs` has `replace`, `fields` and
+    `asdict` for it.
     """
-
-    __dataclass_fields__: ClassVar[dict[str, Any]] = _Fields()  # type: ignore[assignment]  # a descriptor
 
 
 # -- where it was measured ------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload.architecture import built
 from autotune_offload.decoder import decoder_in, decoder_of, decoder_parameters
@@ -88,7 +89,7 @@ def from_hf_config(
     model = built(described)
     if not isinstance(model, str):
         found = from_module(model, world_size=world_size, accumulation_steps=accumulation_steps, dtype=dtype)
-        return replace(found, source=source)
+        return structs.replace(found, source=source)
     sizes = list(decoder_parameters(decoder_in(described, why_not_built=model)))
     return _workload(
         sizes,

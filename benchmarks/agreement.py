@@ -20,6 +20,7 @@ a goal is missed, and the last lines say which and by how much.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import multiprocessing
 import os
@@ -30,8 +31,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload.api.probe import probe
 from autotune_offload.config import equal_keys
@@ -318,8 +321,8 @@ def main() -> int:
         ]
         status = judged(goals)
         figures: dict[str, Sequence[Any]] = {"processes": processes, "threads": threads, "reckoned": larger}
-        document = {name: [asdict(one) for one in each] for name, each in figures.items()}
-        emit({**document, "requests_per_second": rate, "goals": [asdict(goal) for goal in goals]})
+        document = {name: [structs.asdict(one) for one in each] for name, each in figures.items()}
+        emit({**document, "requests_per_second": rate, "goals": [dataclasses.asdict(goal) for goal in goals]})
     return status
 
 

@@ -17,8 +17,9 @@ the chosen bucket is slower than the default by more than 1 %. On the CPU nothin
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -191,7 +192,13 @@ def main() -> int:
             )
             for row in rows
         )
-        emit({"model": options.model, "ranks": options.ranks, "rows": [asdict(row) for row in rows]})
+        emit(
+            {
+                "model": options.model,
+                "ranks": options.ranks,
+                "rows": [dataclasses.asdict(row) for row in rows],
+            }
+        )
     return status
 
 

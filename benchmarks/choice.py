@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import math
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from autotune_offload.api.probe import load_plan, measuring, probe
 from autotune_offload.decide.candidates import grid, key
@@ -128,7 +129,7 @@ def main() -> int:
         )
         status = judged([Goal(name="chosen over best", found=median, most=LIMIT)])
         summary = {"median_ratio": median, "limit": LIMIT, "within": median <= LIMIT, "paths": dict(paths)}
-        emit({**summary, "repeats": [asdict(each) for each in repeats]})
+        emit({**summary, "repeats": [dataclasses.asdict(each) for each in repeats]})
     return status
 
 

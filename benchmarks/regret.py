@@ -22,6 +22,7 @@ not below 0.01 or the worst not below 0.05.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -36,7 +37,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -383,13 +384,13 @@ def main() -> int:
                 ("worst regret", "worst_regret", WORST_LIMIT),
             )
         )
-        per_case = [{**asdict(result.case), **_rest(result)} for result in results]
+        per_case = [{**dataclasses.asdict(result.case), **_rest(result)} for result in results]
         emit({**figures, "results": per_case})
     return status
 
 
 def _rest(result: Result) -> dict[str, Any]:
-    fields = asdict(result)
+    fields = dataclasses.asdict(result)
     del fields["case"]
     return fields
 

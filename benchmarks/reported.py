@@ -21,8 +21,9 @@ Output: a Markdown table a report; with --json one JSON document and nothing els
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from autotune_offload import workload
 from autotune_offload.api.probe import probe
@@ -164,7 +165,7 @@ def main() -> int:
         reports = [gh200_3b(), gh200_llama_7b(), gaudi2_bert()]
         for report in reports:
             print(_table(report, whole=report.model == "3B"), end="\n\n")
-        emit([asdict(report) for report in reports])
+        emit([dataclasses.asdict(report) for report in reports])
     return 0
 
 

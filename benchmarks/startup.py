@@ -18,6 +18,7 @@ status is 1 where a figure is over its limit.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune_offload.engine.trainee import single_process_environment, stock_config
@@ -190,7 +191,7 @@ def main() -> int:
             )
             for figure in figures
         )
-        emit({"figures": [asdict(figure) for figure in figures], "modules": modules})
+        emit({"figures": [dataclasses.asdict(figure) for figure in figures], "modules": modules})
     return status
 
 

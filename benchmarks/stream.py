@@ -23,11 +23,12 @@ of stdout is one JSON document {"bytes": ..., "cases": [{"threads": ..., "plain_
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -173,7 +174,7 @@ def main() -> int:
             )
             for case in cases
         )
-        emit({"bytes": size, "cases": [asdict(case) for case in cases]})
+        emit({"bytes": size, "cases": [dataclasses.asdict(case) for case in cases]})
     return status
 
 

@@ -5,9 +5,10 @@ Every function takes the record's own fields as keyword arguments and changes ju
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload.records import (
     SCHEMA,
@@ -90,7 +91,7 @@ def _candidates() -> tuple[Candidate, ...]:
         samples=SAMPLES,
         raw_seconds=_raw(0.402, "direct"),
     )
-    pinned = dataclasses.replace(
+    pinned = structs.replace(
         direct,
         path="pinned",
         measured_seconds=None,
@@ -100,7 +101,7 @@ def _candidates() -> tuple[Candidate, ...]:
         rejected="needs 34.4 GB of page-locked memory; the cgroup leaves 24.7 GB",
     )
     staged = tuple(
-        dataclasses.replace(
+        structs.replace(
             direct,
             path="staged",
             cast="device",
@@ -127,7 +128,7 @@ def make_workload(**changes: Any) -> Workload:
         accumulation_steps=1,
         source="module",
     )
-    return dataclasses.replace(workload, **changes)
+    return structs.replace(workload, **changes)
 
 
 def make_choice(**changes: Any) -> Choice:
@@ -157,7 +158,7 @@ def make_choice(**changes: Any) -> Choice:
             "pinned would need 34.4 GB of page-locked memory; the cgroup leaves 24.7 GB",
         ),
     )
-    return dataclasses.replace(choice, **changes)
+    return structs.replace(choice, **changes)
 
 
 def make_profile(**changes: Any) -> Profile:
@@ -246,4 +247,4 @@ def make_profile(**changes: Any) -> Profile:
         elapsed_seconds=4.73,
         warnings=("this process may run on every NUMA node: bind it to the device's node",),
     )
-    return dataclasses.replace(profile, **changes)
+    return structs.replace(profile, **changes)

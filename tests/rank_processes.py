@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 WIDTH, STEPS = 48, 3
@@ -226,22 +227,21 @@ def _fail() -> Any:
 
 
 def _slowed(probe: Callable[..., Any], **how: Any) -> Any:
-    from dataclasses import replace
 
     profile = probe(**how)
     factor = 100.0 if rank() == 1 else 1.0
 
     def times(record: Any) -> Any:
         seconds = record.measured_seconds
-        return replace(record, measured_seconds=None if seconds is None else seconds * factor)
+        return structs.replace(record, measured_seconds=None if seconds is None else seconds * factor)
 
-    choice = replace(profile.choice, buffer_bytes=(7 + rank()) << 10, host_threads=1)
-    chosen = replace(
+    choice = structs.replace(profile.choice, buffer_bytes=(7 + rank()) << 10, host_threads=1)
+    chosen = structs.replace(
         profile.candidates[0],
         **{name: getattr(choice, name) for name in ("path", "cast", "buffer_bytes", "buffer_count")},
         host_threads=1,
     )
-    return replace(
+    return structs.replace(
         profile,
         choice=choice,
         candidates=(times(chosen), *map(times, profile.candidates)),
@@ -250,16 +250,17 @@ def _slowed(probe: Callable[..., Any], **how: Any) -> Any:
 
 
 def _choose(*, reduce_bucket_elements: int, fresh: bool = True) -> None:
-    from dataclasses import replace
 
     from autotune_offload.records import ZeroSizes
 
     def probe_and_choose(probe: Callable[..., Any], **how: Any) -> Any:
         profile = probe(**how)
         seen.setdefault("measured_with", []).append(how["ranks_per_host"])
-        return replace(
+        return structs.replace(
             profile,
-            choice=replace(profile.choice, sizes=ZeroSizes(reduce_bucket_elements=reduce_bucket_elements)),
+            choice=structs.replace(
+                profile.choice, sizes=ZeroSizes(reduce_bucket_elements=reduce_bucket_elements)
+            ),
         )
 
     _instead_of_probe(probe_and_choose, fresh)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload import upstream
 from autotune_offload import workload as workloads
@@ -135,7 +136,9 @@ def as_laid_out(
     )
     reasons = (f"offload_param lies in {memory} memory since zero.Init", *choice.reasons)
     unsettled = tuple(name for name in choice.unsettled_pins if name != "pin_parameters")
-    return replace(choice, pin_parameters=pinned, unsettled_pins=unsettled, reasons=reasons), (notice,)
+    return structs.replace(choice, pin_parameters=pinned, unsettled_pins=unsettled, reasons=reasons), (
+        notice,
+    )
 
 
 def _partitions_pinned(model: Any, device: AcceleratorDevice) -> bool | None:

@@ -8,9 +8,10 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload import switch
 from autotune_offload.api import reached
@@ -65,7 +66,7 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
         result, call = _started_as_the_user_has_it(call, deepspeed.initialize, error)
     with contextlib.suppress(Exception):  # an engine that takes no weak reference has no report
         reports[result[0]] = call.decided.report
-    carried = replace(_carried_out(result[0], call.decided), step=_step(result[0], call.decided))
+    carried = structs.replace(_carried_out(result[0], call.decided), step=_step(result[0], call.decided))
     reached.say(None if carried.profile is not None else "; ".join(carried.notices))
     with contextlib.suppress(Exception):
         reports[result[0]] = carried
@@ -258,7 +259,7 @@ def _carried_out(engine: Any, decided: Decided) -> Report:
             raise
         warn(f"the {choice.path} path was not attached: {cause(error)}; {DOCTOR}", error)
         status = Status(why_not=cause(error))
-    return replace(decided.report, path=status)
+    return structs.replace(decided.report, path=status)
 
 
 def _step(engine: Any, decided: Decided) -> StepStatus | None:

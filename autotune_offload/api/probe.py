@@ -6,10 +6,10 @@ import datetime
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
 from autotune_offload import documents
 from autotune_offload.config.layout import PLAIN, Layout
@@ -51,7 +51,7 @@ def load_plan(name: str, budget_seconds: float | None = None) -> Plan:
         return plan
     if not _LEAST_SECONDS <= budget_seconds < float("inf"):
         raise BudgetError(f"a budget of {budget_seconds:g} s; expected at least {_LEAST_SECONDS:g} s")
-    return replace(plan, budget_seconds=budget_seconds)
+    return structs.replace(plan, budget_seconds=budget_seconds)
 
 
 @cleaned_up()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload import records
 from autotune_offload.api.notices import log, warn
@@ -124,7 +125,7 @@ def _for_this_host(
                 where = _kept(store, found)
     kept = "is left as it is, since the ranks cannot agree on it before there is a process group"
     sizes = ZeroSizes(reasons={name: f"{NAMES[name]} {kept}" for name in found.choice.sizes.reasons})
-    profile = replace(found, choice=replace(found.choice, sizes=sizes))
+    profile = structs.replace(found, choice=structs.replace(found.choice, sizes=sizes))
     return Found(profile=profile, config=config, **(where or {"source": _from_store(found)}))
 
 

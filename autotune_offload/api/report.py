@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from autotune_offload.engine.attachment import Status
 from autotune_offload.engine.step import StepStatus
@@ -114,7 +114,7 @@ def report(engine: Any) -> Report:
         known = None
     if known is None:
         known = Report(profile=None, notices=("this engine was not made by autotune_offload.initialize",))
-    return replace(known, pinned_bytes=_really_pinned(engine))
+    return structs.replace(known, pinned_bytes=_really_pinned(engine))
 
 
 def _really_pinned(engine: Any) -> dict[str, int]:

@@ -6,11 +6,11 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 
 from autotune_offload.cli import options
 from autotune_offload.cli.outcome import SAVED
@@ -83,7 +83,7 @@ def _tune(config: Path, profile: Profile) -> tuple[dict[str, Any], Tuned]:
     version = host.software().deepspeed
     # whoever takes the file to plain DeepSpeed has DeepSpeed's own code carry the gradients
     tuned = tune.tune(before, profile.choice, version=version, keep=settings.keep, carried=False)
-    return before, replace(tuned, notices=(*_disagreements(settings, profile.choice), *tuned.notices))
+    return before, structs.replace(tuned, notices=(*_disagreements(settings, profile.choice), *tuned.notices))
 
 
 def _disagreements(settings: Settings, choice: Choice) -> Iterator[str]:

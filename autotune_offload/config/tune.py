@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
+from msgspec import structs
 from packaging.version import Version
 
 from autotune_offload.config.keys import KEYS, Key
@@ -99,7 +99,7 @@ def tune(
         )
     stage = stage_of(zero)
     if not carried or stage < 3:
-        choice = replace(choice, pin_optimizer=choice.pin_optimizer_alone)
+        choice = structs.replace(choice, pin_optimizer=choice.pin_optimizer_alone)
     work = _Tuning(
         zero=zero,
         choice=choice,

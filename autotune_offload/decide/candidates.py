@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.errors import ConfigError
@@ -61,7 +62,7 @@ def admitted(model: CostModel, device: Device, rules: PinRules, steer: Settings)
         ConfigError: the user fixed something that cannot run here.
     """
     every = grid(device, model.workload, steer)
-    found = sorted((replace(c, predicted_seconds=model.seconds(c)) for c in every), key=predicted)
+    found = sorted((structs.replace(c, predicted_seconds=model.seconds(c)) for c in every), key=predicted)
     limits = {key(c): rules.against(c) for c in found}
     able = [c for c in found if limits[key(c)] is None]
     if not able:
@@ -69,7 +70,7 @@ def admitted(model: CostModel, device: Device, rules: PinRules, steer: Settings)
             f"{_fixed(steer)} cannot run here: {limits[key(found[0])]}; "
             'leave it at "auto", or set "path" to "direct"'
         )
-    barred = _one_a_cast(replace(c, rejected=limits[key(c)]) for c in found if limits[key(c)])
+    barred = _one_a_cast(structs.replace(c, rejected=limits[key(c)]) for c in found if limits[key(c)])
     return sorted([*_pruned(able, _NEVER_PRUNED * model.compute_seconds), *barred], key=predicted)
 
 
@@ -93,7 +94,7 @@ def _pruned(able: Sequence[Candidate], least_seconds: float) -> Iterator[Candida
             times = predicted(candidate) / max(best, 1e-12)
             why = f"not tried: predicted to take {times:.1f} times as long as the best"
         seen.add(with_threads)
-        yield replace(candidate, rejected=why)
+        yield structs.replace(candidate, rejected=why)
 
 
 def grid(device: Device, workload: Workload, steer: Settings) -> Iterator[Candidate]:

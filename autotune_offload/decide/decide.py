@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload.config.layout import PLAIN, Layout
 from autotune_offload.decide.accumulations import over_accumulations
@@ -194,7 +195,7 @@ def _baselines(model: CostModel, rules: PinRules, stock: StockSequence) -> list[
             memory=memory,
             installed=sequence is stock and memory == default,
         )
-        record = replace(own, predicted_seconds=model.seconds(own))
+        record = structs.replace(own, predicted_seconds=model.seconds(own))
         entrants.append(Entrant(record=record, failed=_why_not_timed(sequence, rules)))
     return entrants
 
@@ -209,7 +210,7 @@ def _with_own_path(steer: Settings, own: Baseline) -> Settings:
     """Path "deepspeed" as the path of ours that is most like it."""
     if steer.path != "deepspeed":
         return steer
-    return replace(steer, path="pinned" if own.memory == "pinned" else "direct")
+    return structs.replace(steer, path="pinned" if own.memory == "pinned" else "direct")
 
 
 # -- trials ---------------------------------------------------------------------------------------

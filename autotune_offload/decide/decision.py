@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload import spread
 from autotune_offload.decide.candidates import predicted
@@ -100,7 +102,7 @@ def _reported(entrant: Entrant[Candidate]) -> Candidate:
     """With its time, or with the reason why there is none."""
     if entrant.timed or entrant.record.rejected is not None:
         return entrant.reported()
-    return replace(entrant.record, rejected=entrant.failed or _OUT_OF_TIME)
+    return structs.replace(entrant.record, rejected=entrant.failed or _OUT_OF_TIME)
 
 
 def _by_time(candidate: Candidate) -> tuple[bool, float]:

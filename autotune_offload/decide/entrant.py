@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from msgspec import structs
+
 from autotune_offload.errors import AutotuneError
 from autotune_offload.paths.path import destination_memory
 from autotune_offload.records import Accumulate, Baseline, Candidate, Memory
@@ -68,7 +70,7 @@ class Entrant(Generic[R]):
         """The record with what was measured."""
         if not self.timed:
             return self.record
-        return replace(
+        return structs.replace(
             self.record,
             measured_seconds=self.median,
             spread=spread(self.seconds),

@@ -6,8 +6,9 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from autotune_offload.decide.candidates import PARAMETERS, key, predicted
 from autotune_offload.decide.entrant import Entrant
@@ -86,7 +87,7 @@ class Search:
             steps = values[name]
             at = steps.index(getattr(of, name))
             for step in steps[max(at - 1, 0) : at] + steps[at + 1 : at + 2]:
-                wanted = key(replace(of, **{name: step}))
+                wanted = key(structs.replace(of, **{name: step}))
                 yield from (e.record for e in self._left() if key(e.record) == wanted)
 
     def _left(self) -> list[Entrant[Candidate]]:

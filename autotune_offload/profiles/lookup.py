@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from autotune_offload.config.layout import PLAIN, Layout
 from autotune_offload.machine import host, limits
@@ -87,4 +87,4 @@ def capped(settings: Settings, max_pinned_bytes: int | None) -> Settings:
     """With the smaller of the two bounds that may be given."""
     given = (max_pinned_bytes, settings.max_pinned_bytes)
     least = min((cap for cap in given if isinstance(cap, int)), default=None)
-    return settings if least is None else replace(settings, max_pinned_bytes=least)
+    return settings if least is None else structs.replace(settings, max_pinned_bytes=least)

@@ -17,7 +17,7 @@ every rank uses what was agreed, or none does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
@@ -125,13 +125,15 @@ def _adopted(profile: Profile, reply: Reply, rank: int) -> Profile:
     own = profile.choice.reasons
     if rank != reply.decider:
         own = tuple(f"on rank {rank}: {reason}" for reason in own)
-    decided = replace(profile.choice, **structs.asdict(theirs), sizes=_sizes(profile.choice.sizes, plan))
+    decided = structs.replace(
+        profile.choice, **structs.asdict(theirs), sizes=_sizes(profile.choice.sizes, plan)
+    )
     word = (
         f"decided by {plan.ranks} ranks on {_counted(plan.hosts, 'host')}, measured with "
         f"{_counted(reply.ranks, 'rank')} copying at once on this one; its slowest, rank {reply.decider}, decides "
         f"for it: {_in_words(decided)}, {reply.seconds * 1e3:.3g} ms a backward pass"
     )
-    return replace(profile, choice=replace(decided, reasons=(word, *own)))
+    return structs.replace(profile, choice=structs.replace(decided, reasons=(word, *own)))
 
 
 def _in_words(choice: Choice) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import base64
 import copy
-import dataclasses
 import functools
 import inspect
 import json
@@ -18,6 +17,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from msgspec import structs
 
 from autotune_offload.api import initialize as api_initialize
 from autotune_offload.api import profile as api_profile
@@ -764,7 +764,7 @@ def test_a_call_that_deepspeed_does_not_know_is_deepspeeds_to_refuse(calls: Call
 
 def test_settings_cover_every_argument_of_the_block() -> None:
     """A field that is added is looked at here: does it steer the choice?"""
-    assert {field.name for field in dataclasses.fields(Settings)} == {
+    assert {field.name for field in structs.fields(Settings)} == {
         *("enabled", "path", "cast", "buffer_bytes", "buffer_count", "host_threads", "accumulate", "step"),
         *("keep", "budget_seconds", "max_pinned_bytes", "wait_seconds", "strict"),
     }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from autotune_offload.api import probe
 from autotune_offload.decide import decide
@@ -90,7 +90,7 @@ def test_longer_plans_measure_more() -> None:
 def test_a_budget_replaces_the_plans_own() -> None:
     """Nothing else of the plan changes."""
     plan = probe.load_plan("quick", 0.5)
-    assert plan == dataclasses.replace(probe.load_plan("quick"), budget_seconds=0.5)
+    assert plan == structs.replace(probe.load_plan("quick"), budget_seconds=0.5)
 
 
 @pytest.mark.parametrize("budget", [0.0, -1.0, 0.19, float("inf"), float("nan")])
@@ -279,7 +279,7 @@ def test_lookup_without_a_workload_still_wants_this_host(
     stored: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the workload may differ."""
-    facts = dataclasses.replace(host.facts(), cpu_model="another")
+    facts = structs.replace(host.facts(), cpu_model="another")
     monkeypatch.setattr(host, "facts", lambda: facts)
     miss = lookup.lookup(stored, None)
     assert isinstance(miss, Miss) and miss.differs == ("host.cpu_model",)

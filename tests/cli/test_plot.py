@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autotune_offload.cli.plot import curves
 from autotune_offload.records import Transfer
@@ -42,7 +41,7 @@ sizes = st.lists(st.integers(10, 34), min_size=2, max_size=12, unique=True)
 def test_any_curve_fits_its_width(powers: list[int], gbps: float, growth: float, width: int) -> None:
     """Whatever was measured, no line is wider than asked for."""
     points: list[Transfer] = [
-        dataclasses.replace(D2H[0], bytes=1 << power, gbps=gbps * growth**index)
+        structs.replace(D2H[0], bytes=1 << power, gbps=gbps * growth**index)
         for index, power in enumerate(sorted(powers))
     ]
     assert max(map(len, curves(points, width).splitlines())) <= max(width, 78)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import math
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autotune_offload import units
 from autotune_offload.cli import cli, options
@@ -537,14 +539,16 @@ def test_explain_in_words_holds_reasons_and_limits(store: Store) -> None:
 def test_a_verdict_follows_from_cost_and_noise(times_chosen: float | None, expected: str) -> None:
     """Slower beyond the noise, a tie, or never tried."""
     row = next(row for row in alternatives(make_profile()) if row.name == "direct, cast host")
-    changed = replace(row, times_chosen=times_chosen)
+    changed = dataclasses.replace(row, times_chosen=times_chosen)
     assert verdict(changed, make_profile()).startswith(expected)
 
 
 def test_reasons_that_differ_in_numbers_only_are_told_once() -> None:
     """Dozens of candidates that one rule put aside make one group, quoted by its cheapest."""
     pruned = [
-        replace(each, measured_seconds=None, rejected=f"predicted {number} {unit} against 46 ms: not tried")
+        structs.replace(
+            each, measured_seconds=None, rejected=f"predicted {number} {unit} against 46 ms: not tried"
+        )
         for number, unit, each in zip((130, 2.5), ("ms", "s"), make_profile().candidates[2:], strict=False)
     ]
     kept, limited = make_profile().candidates[:2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import dataclasses
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autotune_offload.config import block as config_block
 from autotune_offload.config.reading import read
@@ -222,7 +222,7 @@ def block(**keys: Any) -> Settings:
 
 def test_defaults_without_a_block_and_with_auto_everywhere() -> None:
     """An absent block, an empty one and one of "auto" only mean the same."""
-    names = [field.name for field in dataclasses.fields(Settings)]
+    names = [field.name for field in structs.fields(Settings)]
     assert config_block.settings({}) == block() == block(**dict.fromkeys(names, "auto")) == Settings()
 
 
@@ -248,7 +248,7 @@ def test_every_key_is_read() -> None:
         "keep": ("offload_param.pin_memory",),
         "max_pinned_bytes": 10**9,
     }
-    assert dataclasses.asdict(block(**written)) == expected
+    assert structs.asdict(block(**written)) == expected
 
 
 def test_the_documentation_has_a_row_for_every_key() -> None:
@@ -256,7 +256,7 @@ def test_the_documentation_has_a_row_for_every_key() -> None:
     page = (CHECKOUT / "docs" / "config-keys.md").read_text().splitlines()
     first = next(number for number, line in enumerate(page) if line.startswith("| `enabled`"))
     rows = [line.split("`")[1] for line in page[first : page.index("", first)]]
-    assert rows == [field.name for field in dataclasses.fields(Settings)]
+    assert rows == [field.name for field in structs.fields(Settings)]
 
 
 @pytest.mark.parametrize(

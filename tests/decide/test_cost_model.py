@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.records import (
@@ -118,9 +118,9 @@ rates = st.lists(st.floats(0.05, 500.0), min_size=len(CURVES) + 3, max_size=len(
 workloads = st.sampled_from(
     [
         WORKLOAD,
-        replace(WORKLOAD, dtype="float32"),
-        replace(WORKLOAD, partitions=((7, 3),)),
-        replace(WORKLOAD, partitions=((1 << 30, 1), (1, 100))),
+        structs.replace(WORKLOAD, dtype="float32"),
+        structs.replace(WORKLOAD, partitions=((7, 3),)),
+        structs.replace(WORKLOAD, partitions=((1 << 30, 1), (1, 100))),
     ]
 )
 
@@ -188,7 +188,7 @@ def test_small_pieces_pay_the_latency_each() -> None:
 
 def test_what_the_calling_thread_widens_counts_once() -> None:
     """At the drain it widens every gradient; only the last copy is left in front of that."""
-    one = replace(WORKLOAD, partitions=((10_000_000, 1),))
+    one = structs.replace(WORKLOAD, partitions=((10_000_000, 1),))
     model = CostModel(
         measurements([10.0] * 11), one, shares_host_memory=False, synchronous=False, compute_seconds=10.0
     )

@@ -7,11 +7,12 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import optuna
 import pytest
+from msgspec import structs
 
 from autotune_offload import records
 from autotune_offload.config.keys import NAMES
@@ -210,7 +211,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 def fast_pinned(**changes: Any) -> Measurements:
     """Curves of a host whose page-locked memory is three times as fast."""
     gbps = [10.0, 5.0, 30.0, 10.0, 30.0, 12.0, 6.0, 5.0, 500.0, 12.0, 6.0]
-    return replace(measurements(gbps), **changes)
+    return structs.replace(measurements(gbps), **changes)
 
 
 def by_path(
@@ -978,7 +979,7 @@ def test_adding_on_the_host_needs_room_beside_the_path(stage: Stage) -> None:
     stage.accumulated = by_place(host=0.1)
     stage.script = by_path(staged=0.2, pinned=9.0)
     steer = Settings(path="staged", buffer_bytes=1 << 20, buffer_count=2)
-    tight = replace(ROOMY, pinnable_bytes=37 << 20, bounds=(Limit(
+    tight = structs.replace(ROOMY, pinnable_bytes=37 << 20, bounds=(Limit(
         name="memlock", bytes=37 << 20, source="ulimit -l", raise_by="ulimit -l unlimited"),))  # fmt: skip
     decision = stage.run(workload=FOUR, limits=tight, steer=steer)
     assert decision.choice.accumulate == "device"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autotune_offload import workload
 from autotune_offload.api.probe import load_plan, probe
@@ -682,12 +683,12 @@ def test_the_buffer_is_the_smallest_within_the_noise_of_the_best(described: Mach
 
 def with_all_as_finalists(described: Machine, load: Workload) -> Decision:
     """A decision in which whatever was timed takes part in the verdict."""
-    device, plan = SimulatedDevice(described), dataclasses.replace(load_plan("quick"), finalists=1000)
+    device, plan = SimulatedDevice(described), structs.replace(load_plan("quick"), finalists=1000)
     device.checked_elements = 0
     limits = device.host_limits(None)
     measurements = measure(
         device,
-        dataclasses.replace(plan, budget_seconds=0.3),
+        structs.replace(plan, budget_seconds=0.3),
         dtype=torch.bfloat16,
         cache_bytes=0,
         memory_bytes=1 << 30,
@@ -760,9 +761,7 @@ def test_the_place_of_accumulation_counts_as_regret(monkeypatch: pytest.MonkeyPa
     def contrary(*args: Any, **kwargs: Any) -> Profile:
         """Carried out, and added up on the host."""
         found = probe(*args, **kwargs)
-        return dataclasses.replace(
-            found, choice=dataclasses.replace(found.choice, accumulate="host", gain=9.0)
-        )
+        return structs.replace(found, choice=structs.replace(found.choice, accumulate="host", gain=9.0))
 
     monkeypatch.setattr(regret, "probe", contrary)
     wrong = regret.evaluate(case, plan="quick")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from autotune_offload.errors import BudgetError, MeasurementError, PinError
@@ -126,7 +126,7 @@ def test_fp32_has_no_casts() -> None:
 @pytest.mark.parametrize("mib_seconds", [1e-3, 4e-3])
 def test_time_is_kept(mib_seconds: float) -> None:
     """Measuring ends close to its share of the budget, where samples never agree too."""
-    plan = replace(PLAN, budget_seconds=1.0, max_samples=100, target_spread=-1.0)
+    plan = structs.replace(PLAN, budget_seconds=1.0, max_samples=100, target_spread=-1.0)
     device = Counting(mib_seconds)
     result = measured(device, plan)
     assert result.seconds == device.now()
@@ -222,7 +222,7 @@ def test_growth_by_three_checks_the_right_bytes() -> None:
     """Sizes that do not divide the arenas put every slot's own pattern back."""
     device = DeferredDevice()
     points = measured(
-        device, replace(PLAN, growth=3, pin_cap_bytes=1 << 18, budget_seconds=2.5, max_samples=3)
+        device, structs.replace(PLAN, growth=3, pin_cap_bytes=1 << 18, budget_seconds=2.5, max_samples=3)
     ).transfers
     assert any(point.bytes == 4096 * 9 for point in points)
 
@@ -230,14 +230,14 @@ def test_growth_by_three_checks_the_right_bytes() -> None:
 def test_a_curve_alone_is_the_one_of_the_whole_measurement() -> None:
     """The same sizes, threads and memory, without the others; pinned memory is given back."""
     device = DeferredDevice()
-    plan = replace(PLAN, budget_seconds=2.0, max_samples=3)
+    plan = structs.replace(PLAN, budget_seconds=2.0, max_samples=3)
     points = curve(device, plan, kind="d2h", memory="pinned", cache_bytes=MIB, memory_bytes=64 * MIB)
     assert {(p.kind, p.memory, p.state, p.threads) for p in points} == {("d2h", "pinned", "warm", 0)}
     assert points[0].bytes == PLAN.smallest_bytes
     assert not device.pinned
     [single] = curve(
         cpu(),
-        replace(plan, largest_bytes=4096),
+        structs.replace(plan, largest_bytes=4096),
         kind="h2h",
         state="cold",
         threads=1,
@@ -321,7 +321,7 @@ CACHES = [0, MIB, 32 * MIB, 480 * MIB, 1 << 30]
 def test_memory_is_kept(memory_bytes: int, cache_bytes: int) -> None:
     """Little memory makes smaller buffers and shorter curves, and nothing is alive afterwards."""
     device = Counting(mib_seconds=1e-9)
-    plan = replace(PLAN, warmup_seconds=0.0, min_samples=1, max_samples=3)
+    plan = structs.replace(PLAN, warmup_seconds=0.0, min_samples=1, max_samples=3)
     result = measured(device, plan, memory_bytes=memory_bytes, cache_bytes=cache_bytes)
     assert 0 < device.most <= memory_bytes
     assert device.alive == 0
@@ -350,7 +350,7 @@ def test_memory_is_kept_whatever_machine_and_plan(
     mib_seconds: float,
 ) -> None:
     """Of any cache, page and speed; too little memory is refused, and with just enough the first size is timed."""
-    plan = replace(
+    plan = structs.replace(
         PLAN,
         smallest_bytes=smallest_bytes,
         largest_bytes=min(smallest_bytes * growth ** (sizes - 1), MIB),
@@ -382,7 +382,7 @@ def test_memory_for_nothing_is_a_budget_error(monkeypatch: pytest.MonkeyPatch) -
 def test_sizes_above_the_largest_are_a_budget_error() -> None:
     """A plan without a single size measures nothing, and says so."""
     with pytest.raises(BudgetError, match="no copy of 8,192 bytes"):
-        measured(cpu(), replace(PLAN, smallest_bytes=8192, largest_bytes=4096))
+        measured(cpu(), structs.replace(PLAN, smallest_bytes=8192, largest_bytes=4096))
 
 
 def test_every_cold_copy_has_pages_of_its_own() -> None:
@@ -606,7 +606,7 @@ def test_sampling_stops_at_the_most_samples() -> None:
 
 def test_sampling_stops_at_the_deadline() -> None:
     """Time is up before the samples agree."""
-    plan = replace(PLAN, max_samples=1000)
+    plan = structs.replace(PLAN, max_samples=1000)
     result, seconds = sampled(plan, lambda n: 1e-2 * (1 + n % 2), share_seconds=0.2)
     assert PLAN.min_samples <= len(result.seconds) < 20
     assert seconds == pytest.approx(0.2, abs=0.02)
@@ -636,7 +636,7 @@ def test_a_busy_host_does_not_take_more_than_its_share() -> None:
     sampling ends within about its share, and the verdict says unsteady.
     """
     result, seconds = sampled(
-        replace(PLAN, max_samples=40), lambda n: 7e-3 if n > 5 and n % 3 else 1e-5, share_seconds=0.05
+        structs.replace(PLAN, max_samples=40), lambda n: 7e-3 if n > 5 and n % 3 else 1e-5, share_seconds=0.05
     )
     assert seconds < 0.05 * 2 + 5 * 7e-3
     point = transfer(result.seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from autotune_offload.paths.rates import Rates
 from tests.decide.test_cost_model import measurements
@@ -12,7 +12,7 @@ def test_a_curve_that_was_not_measured_is_replaced_by_its_relative() -> None:
     """Without pinned copies the pageable ones stand in, and `measured` says so."""
     gbps = [10.0] * 11
     whole = measurements(gbps)
-    known = replace(
+    known = structs.replace(
         whole, transfers=tuple(t for t in whole.transfers if t.kind == "d2h" and t.memory == "pageable")
     )
     rates = Rates(known, shares_host_memory=False)

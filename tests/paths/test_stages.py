@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from autotune_offload.decide.candidates import PARAMETERS, effective
@@ -81,7 +81,7 @@ def test_the_stages_of_a_path_are_what_its_class_does(
     path: Path, cast: Cast, threads: int, dtype: torch.dtype
 ) -> None:
     """As many bytes are cast, cross the link and are written on the host, in as many pieces, and who waits waits."""
-    device, load = Counting(), replace(WORKLOAD, dtype=str(dtype).removeprefix("torch."))
+    device, load = Counting(), structs.replace(WORKLOAD, dtype=str(dtype).removeprefix("torch."))
     asked = {name: getattr(candidate(path, cast, threads), name) for name in PARAMETERS}
     way = Candidate(**dict(zip(PARAMETERS, effective(device, load, asked), strict=True)))
     pinned = destination_memory(path) == "pinned"

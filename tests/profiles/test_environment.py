@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from autotune_offload.profiles.environment import INVALIDATES, RECORDED, Environment, release
 from autotune_offload.records import (
@@ -37,8 +37,8 @@ def test_the_page_holds_the_table_of_the_code() -> None:
 
 def test_every_fact_of_a_profile_is_in_the_table() -> None:
     """A new field of host, device, software or limits must be put on one side, and stands on one side only."""
-    facts = {f"{part}.{field.name}" for part, kind in PARTS.items() for field in dataclasses.fields(kind)}
-    assert set(PARTS) <= {field.name for field in dataclasses.fields(Profile)}
+    facts = {f"{part}.{field.name}" for part, kind in PARTS.items() for field in structs.fields(kind)}
+    assert set(PARTS) <= {field.name for field in structs.fields(Profile)}
     derived = {
         "device.link",
         "limits.memlock_class",
@@ -56,7 +56,7 @@ def environment() -> Environment:
     """A host with a memlock limit, and nothing fixed."""
     profile = make_profile()
     memlock = Limit(name="memlock", bytes=1 << 26, source="ulimit -l", raise_by="raise it")
-    limits = dataclasses.replace(profile.limits, bounds=(*profile.limits.bounds, memlock))
+    limits = structs.replace(profile.limits, bounds=(*profile.limits.bounds, memlock))
     return Environment(
         host=profile.host,
         device=profile.device,
@@ -72,8 +72,8 @@ def key_with(**changes: object) -> str:
     here = environment()
     for name, value in changes.items():
         part, _, field = name.partition("__")
-        changed = dataclasses.replace(getattr(here, part), **{field: value})
-        here = dataclasses.replace(here, **{part: changed})
+        changed = structs.replace(getattr(here, part), **{field: value})
+        here = structs.replace(here, **{part: changed})
     return fingerprint_key(here.fingerprint())
 
 

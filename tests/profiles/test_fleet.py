@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autotune_offload.cli import cli
 from autotune_offload.profiles.fleet import LEAST_SHARE, Member, entries_below, member, newest, survey
@@ -149,13 +150,13 @@ def on_host(name: str, index: int = 0, factor: float = 1.0, **changes: Any) -> P
     """A whole profile whose copies are so many times as fast."""
     made = make_profile(**changes)
     transfers = tuple(
-        dataclasses.replace(t, gbps=t.gbps * factor) if t.kind == "d2h" else t for t in made.transfers
+        structs.replace(t, gbps=t.gbps * factor) if t.kind == "d2h" else t for t in made.transfers
     )
     width = 16 if factor > 0.6 else 8
-    return dataclasses.replace(
+    return structs.replace(
         made,
-        host=dataclasses.replace(made.host, name=name),
-        device=dataclasses.replace(made.device, index=index, link_width=width),
+        host=structs.replace(made.host, name=name),
+        device=structs.replace(made.device, index=index, link_width=width),
         transfers=transfers,
     )
 

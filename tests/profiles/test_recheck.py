@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from autotune_offload.api import probe
 from autotune_offload.config.layout import Layout
@@ -89,7 +89,7 @@ def test_what_led_to_a_new_profile_does_not_lead_to_another(
     busy = SimulatedDevice(with_link(machine, 0.1))
     miss = doubt(profile, busy, PLENTY)
     assert miss is not None
-    again = dataclasses.replace(profile, rechecked_seconds=miss.rechecked_seconds)
+    again = structs.replace(profile, rechecked_seconds=miss.rechecked_seconds)
     assert doubt(again, busy, PLENTY) is None
 
 
@@ -195,14 +195,14 @@ def test_a_machine_that_was_ten_times_as_fast_is_found(here: Profile) -> None:
     """On the real clock, in under 30 ms of processor time: the least of three, since others disturb it."""
 
     def faster(point: Transfer) -> Transfer:
-        return dataclasses.replace(
+        return structs.replace(
             point, median_seconds=point.median_seconds / 30, iqr_seconds=point.iqr_seconds / 30
         )
 
-    profile = dataclasses.replace(
+    profile = structs.replace(
         here,
         transfers=tuple(map(faster, here.transfers)),
-        sync=dataclasses.replace(here.sync, event_seconds=0.0),
+        sync=structs.replace(here.sync, event_seconds=0.0),
     )
     device = AcceleratorDevice()
     seconds = []

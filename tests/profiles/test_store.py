@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import pwd
@@ -21,6 +20,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autotune_offload.documents import MAX_BYTES, MAX_PARTS
 from autotune_offload.errors import ProfileError
@@ -111,7 +111,7 @@ def test_a_person_can_read_the_file(store: Store) -> None:
 def test_raw_samples_are_rounded_to_four_digits_and_medians_are_not(store: Store) -> None:
     """Raw samples lose digits beyond the fourth; the numbers that decide keep all of theirs."""
     first, *rest = make_profile().transfers
-    exact = dataclasses.replace(first, median_seconds=1.23456789e-5, raw_seconds=(1.23456789e-5, 0.0))
+    exact = structs.replace(first, median_seconds=1.23456789e-5, raw_seconds=(1.23456789e-5, 0.0))
     store.save(make_profile(transfers=(exact, *rest)))
     read = found(store.lookup(make_profile().fingerprint)).transfers[0]
     assert read.median_seconds == 1.23456789e-5
@@ -159,8 +159,8 @@ def test_any_profile_comes_back_as_it_was(
         ),
         choice=make_choice(reasons=words, gain=number),
         workload=make_workload(source="".join(words)),
-        transfers=tuple(dataclasses.replace(row, raw_seconds=raw) for row in base.transfers[:2]),
-        candidates=tuple(dataclasses.replace(row, raw_seconds=raw) for row in base.candidates[:2]),
+        transfers=tuple(structs.replace(row, raw_seconds=raw) for row in base.transfers[:2]),
+        candidates=tuple(structs.replace(row, raw_seconds=raw) for row in base.candidates[:2]),
     )
     with tempfile.TemporaryDirectory() as folder:
         here = Store(Path(folder))

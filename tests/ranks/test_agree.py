@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from autotune_offload.config.equal_keys import sizes_digest
@@ -56,11 +56,11 @@ def together(ranks: int, part: Part, *, per_host: int = 2, wait_seconds: float =
 def profile(rank: int, copying: int = 2, **choice: Any) -> Profile:
     """One that takes longer the higher the rank, with a buffer size that tells it apart."""
     made = make_profile(ranks_copying=copying)
-    chosen = dataclasses.replace(made.candidates[0], buffer_bytes=rank, measured_seconds=0.1 + rank / 100)
+    chosen = structs.replace(made.candidates[0], buffer_bytes=rank, measured_seconds=0.1 + rank / 100)
     own = make_choice(
         path=chosen.path, cast=chosen.cast, buffer_bytes=rank, buffer_count=chosen.buffer_count, **choice
     )
-    return dataclasses.replace(made, choice=own, candidates=(chosen,))
+    return structs.replace(made, choice=own, candidates=(chosen,))
 
 
 def decide(
@@ -302,12 +302,12 @@ def test_all_or_none_whatever_the_order() -> None:
 
 def test_mixed_accelerators_are_loud() -> None:
     """Another kind stops the job's tuning; another model is a notice on every rank."""
-    odd = dataclasses.replace(CUDA, kind="hpu", name="GAUDI2")
+    odd = structs.replace(CUDA, kind="hpu", name="GAUDI2")
     outcomes = together(
         4, lambda a: decide(a, profile(a.group.rank), device=odd if a.group.rank == 3 else CUDA)
     )
     all_stopped(outcomes, "mixed accelerators: rank 3 uses hpu, rank 0 cuda")
-    odd = dataclasses.replace(CUDA, name="NVIDIA A100")
+    odd = structs.replace(CUDA, name="NVIDIA A100")
     outcomes = together(
         4, lambda a: decide(a, profile(a.group.rank), device=odd if a.group.rank == 3 else CUDA)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from functools import reduce
 
@@ -36,7 +35,7 @@ from tests.factories import make_choice, make_profile
 SIZE = st.none() | st.integers(1, 10**12)
 FLOATS = st.floats(0, 1e6, allow_nan=False)
 CHOICES = st.builds(
-    lambda **fields: Settled.of(dataclasses.replace(make_choice(), **fields)),
+    lambda **fields: Settled.of(structs.replace(make_choice(), **fields)),
     path=st.sampled_from(["direct", "pinned", "staged"]),
     buffer_bytes=st.integers(0, 1 << 40),
     buffer_count=st.integers(0, 1 << 16),
@@ -139,7 +138,7 @@ def test_all_of_a_choice_is_settled_but_its_sizes_and_words() -> None:
 def test_every_message_fits_its_fixed_size(several: list[Ballot], reason: str, name: str) -> None:
     """Whatever is in it, and it reads back the same."""
     profile = make_profile(ranks_copying=len(several))
-    profile = dataclasses.replace(profile, device=dataclasses.replace(profile.device, name=name))
+    profile = structs.replace(profile, device=structs.replace(profile.device, name=name))
     mine = ballot(10**6, "cuda", name, config="a" * 8, given="b" * 8, profile=profile)
     view, reply = of_host(several)
     view = merged(view, of_host([mine])[0])
@@ -179,9 +178,9 @@ def test_a_ballot_carries_what_the_profile_measured() -> None:
     """The time of the choice: of DeepSpeed's own code where that stays."""
     profile = make_profile()
     assert backward_seconds(profile) == pytest.approx(0.11 + 0.8 / 24)
-    own = dataclasses.replace(profile, choice=make_choice(gain=1.0))
+    own = structs.replace(profile, choice=make_choice(gain=1.0))
     assert backward_seconds(own) == 0.402
     elsewhere: Choice = make_choice(buffer_count=9)
-    assert backward_seconds(dataclasses.replace(profile, choice=elsewhere)) is None
+    assert backward_seconds(structs.replace(profile, choice=elsewhere)) is None
     blank = ballot(3, "cuda", "H200", config="a", given="b", profile=None)
     assert (blank.rank, blank.copying, blank.choice) == (3, 0, None)

@@ -6,11 +6,11 @@ import json
 import os
 from collections import UserList
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from autotune_offload import workload
 from autotune_offload.config import reading
@@ -56,7 +56,9 @@ def examined(
     lines = f"MemTotal: 1 kB\nMemAvailable: {free_bytes // 1024} kB\nSwapTotal: 0 kB\n"
     root = faked_root(folder, {"proc/meminfo": lines, "proc/self/cgroup": "0::/\n", **(files or {})})
     store = Store(folder / "profiles")
-    stored = store.save(replace(make_profile(), workload=from_parameter_count(parameters, world_size=ranks)))
+    stored = store.save(
+        structs.replace(make_profile(), workload=from_parameter_count(parameters, world_size=ranks))
+    )
     said = {"torch": {"threads": 1, "cuda": "12.8"}, "device": CUDA, "profile": {"path": str(stored)}}
     case = Case(
         answers=Answers(answers={**said, "config": [], **answers}),

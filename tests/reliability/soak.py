@@ -22,11 +22,11 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import psutil
 import torch
+from msgspec import structs
 
 from autotune_offload.profiles.store import Store
 
@@ -97,7 +97,7 @@ def _make_it_win() -> None:
     store = Store()
     profile = store.entries()[0].profile
     assert profile is not None
-    store.save(replace(profile, choice=replace(profile.choice, gain=2.0, noise=0.02)))
+    store.save(structs.replace(profile, choice=structs.replace(profile.choice, gain=2.0, noise=0.02)))
 
 
 def _own_objects() -> int:

@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autotune_offload.records import PinCost, Profile
 from autotune_offload.reports import explanation
@@ -78,7 +79,7 @@ def test_the_check_is_a_command_that_exists() -> None:
 
 def test_of_a_described_machine_nothing_is_measured_to_check() -> None:
     """Its check is another simulation."""
-    described = dataclasses.replace(make_profile().host, cpu_model="described: a machine")
+    described = structs.replace(make_profile().host, cpu_model="described: a machine")
     profile = make_profile(host=described)
     assert explanation.check(_row(profile, "direct"), profile).startswith("autotune-offload simulate")
 

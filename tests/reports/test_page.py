@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from html.parser import HTMLParser
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from autotune_offload import places, units, workload
 from autotune_offload.api.probe import probe
@@ -103,7 +103,7 @@ def test_a_gain_within_the_noise_is_no_advice_to_change() -> None:
 
 def test_what_was_not_compared_is_not_claimed(profile: Profile) -> None:
     """Without a time of DeepSpeed's own the sentence says that it was not timed."""
-    alone = dataclasses.replace(profile, baselines=())
+    alone = structs.replace(profile, baselines=())
     assert "was not timed" in page.decision(alone)
     assert "was not timed" in page.html([("a", alone)])
 
@@ -173,14 +173,14 @@ def test_the_ceiling_is_the_links_own(profile: Profile) -> None:
     """PCIe 5 x16 carries 63 GB/s one way; a device that tells no link has no ceiling."""
     found = page.ceiling(profile)
     assert found is not None and found.gbps == pytest.approx(63.0, abs=0.1) and found.name == "PCIe 5 x16"
-    silent = dataclasses.replace(profile.device, link_generation=None)
-    assert page.ceiling(dataclasses.replace(profile, device=silent)) is None
+    silent = structs.replace(profile.device, link_generation=None)
+    assert page.ceiling(structs.replace(profile, device=silent)) is None
 
 
 def test_words_of_a_profile_cannot_become_markup(profile: Profile) -> None:
     """A name with markup in it is shown, not run."""
     evil = "<script>alert(1)</script>&"
-    named = dataclasses.replace(profile, host=dataclasses.replace(profile.host, name=evil), warnings=(evil,))
+    named = structs.replace(profile, host=structs.replace(profile.host, name=evil), warnings=(evil,))
     made = page.html([(evil, named)])
     assert "<script>alert(1)" not in made and "&lt;script&gt;alert(1)" in made
 
@@ -254,7 +254,7 @@ def test_curves_differ_by_more_than_colour(profile: Profile) -> None:
 
 def test_a_profile_with_next_to_nothing_in_it_has_a_page(profile: Profile) -> None:
     """No candidate measured, no curve, no baseline: still a page, with what there is."""
-    bare = dataclasses.replace(profile, candidates=(), baselines=(), transfers=profile.transfers[:1])
+    bare = structs.replace(profile, candidates=(), baselines=(), transfers=profile.transfers[:1])
     assert Page(page.html([("bare", bare)])).unclosed == []
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.records import Baseline, Candidate, Profile
@@ -47,7 +47,7 @@ def _profile(elements: int, kind: str, dtype: str) -> Profile:
     """A profile whose workload is one gradient."""
     one = ((elements, 1),)
     profile = make_profile(workload=make_workload(partitions=one, parameters=one, dtype=dtype))
-    return dataclasses.replace(profile, device=dataclasses.replace(profile.device, kind=kind))
+    return structs.replace(profile, device=structs.replace(profile.device, kind=kind))
 
 
 def _model(profile: Profile) -> CostModel:
@@ -101,5 +101,5 @@ def test_training_waits_for_pageable_memory_and_not_for_pinned() -> None:
     """A blocking copy holds the thread that trains for its whole length, a copy into pinned memory not at all."""
     profile = _profile(1 << 20, "cuda", "bfloat16")
     base = Candidate(path="direct", cast="device", buffer_bytes=1 << 20, buffer_count=1)
-    blocking, free = timeline(profile, base), timeline(profile, dataclasses.replace(base, path="pinned"))
+    blocking, free = timeline(profile, base), timeline(profile, structs.replace(base, path="pinned"))
     assert blocking.waits_seconds == blocking.seconds and free.waits_seconds == 0
