@@ -6,9 +6,10 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from autotune_offload.errors import MeasurementError
@@ -228,7 +229,7 @@ class Session:
             duplex=True,
             raw_seconds=sampled.seconds,
         )
-        return [one, replace(one, kind="h2d")]
+        return [one, structs.replace(one, kind="h2d")]
 
     @contextlib.contextmanager
     def _both(
