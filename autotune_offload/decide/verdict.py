@@ -15,6 +15,7 @@ from autotune_offload.decide.entrant import Entrant
 from autotune_offload.decide.reasons import NOT_HERE, OUT_OF_TIME, PINS, by_time, words
 from autotune_offload.machine import limits
 from autotune_offload.paths.page_locking import PinRules
+from autotune_offload.paths.pinned_blocks import parameter_blocks
 from autotune_offload.records import Accumulated, Baseline, Candidate, Choice, Path, Settings, ZeroSizes
 from autotune_offload.spread import interquartile_range
 from autotune_offload.workload import DTYPE_BYTES, middle_elements
@@ -27,6 +28,9 @@ _BUFFER_TIE = 0.01
 
 _FAR = 2.0
 """Who takes more than this many times the best is not told apart by the noise, and does not add to it."""
+
+RUN_STEPS = 1000
+"""Over so many optimizer steps what locking takes at a start has to be earned back: a short run."""
 
 _FEW_ROUNDS = 3
 _UNREPEATED = 0.25
@@ -78,9 +82,11 @@ class _Pin:
     unsettled: bool = False
 
     @classmethod
-    def measured(cls, section: str, what: str, pageable: float, pinned: float, noise: float) -> _Pin:
-        """On where the seconds from or into pinned memory are fewer beyond the noise."""
-        gain = pageable / pinned
+    def measured(
+        cls, section: str, what: str, pageable: float, pinned: float, noise: float, locking: _Locking
+    ) -> _Pin:
+        """On where the seconds from or into pinned memory are fewer beyond the noise, locking included."""
+        gain = pageable / (pinned + locking.share_seconds)
         on = gain > 1 + noise
         times = (
             f"{what} {units.duration(pageable)} with pageable and {units.duration(pinned)} with pinned memory"
@@ -90,8 +96,32 @@ class _Pin:
             pinned=on,
             unsettled=not settled,
             reason=f"{section} is {'' if on else 'not '}pinned: {times}"
-            + ("" if settled else f", the same within the noise of {noise:.1%}"),
+            + ("" if settled else f", the same within the noise of {noise:.1%}{locking.counted}")
+            + locking.words(pageable - pinned),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Locking:
+    """What page-locking takes at each start, and the part of it that falls on one of the times compared."""
+
+    seconds: float
+    share_seconds: float
+
+    @property
+    def counted(self) -> str:
+        """Beside a comparison that it takes part in."""
+        return " with locking counted" if self.share_seconds > 0 else ""
+
+    def words(self, gain_seconds: float) -> str:
+        """Where it can be told from nothing: how long, and after how many steps it is earned back."""
+        if self.share_seconds <= 0:
+            return ""
+        said = f"; locking takes {units.duration(self.seconds)} at each start"
+        if gain_seconds <= 0:
+            return said
+        steps = max(round(RUN_STEPS * self.share_seconds / gain_seconds), 1)
+        return f"{said}, earned back in {steps:,} step{'s' if steps > 1 else ''} of the {RUN_STEPS:,} counted"
 
 
 class Verdict:
@@ -99,13 +129,13 @@ class Verdict:
 
     def __init__(self, outcome: Outcome, rules: PinRules, steer: Settings) -> None:
         self.outcome, self.rules, self.steer = outcome, rules, steer
-        self.best = min(outcome.finalists, key=lambda e: e.median)
+        self.best = min(outcome.finalists, key=self._cost)
         self.near = [e for e in outcome.finalists if self._ratio(e, self.best) <= 1 + self._apart(e)]
         rivals: list[Entrant[Any]] = [*self.near, outcome.installed]
         self.noise = max(map(self._apart, rivals))
         self.chosen = self._by_tie_rule()
         self.keeps_own = steer.path == "deepspeed" or not outcome.installed.timed
-        self.gain = 1.0 if self.keeps_own else self._ratio(outcome.installed, self.chosen)
+        self.gain = 1.0 if self.keeps_own else self._own_cost / self._cost(self.chosen)
 
     def decision(self, sizes: ZeroSizes) -> Decision:
         """All of it, as records."""
@@ -124,13 +154,19 @@ class Verdict:
             pin_parameters=parameters.pinned,
             unsettled_pins=("pin_optimizer",) * optimizer.unsettled
             + ("pin_parameters",) * parameters.unsettled,
-            untried_pins=("pin_optimizer",) * self.rules.untried
-            + ("pin_parameters",) * self.rules.untried_parameters,
+            untried_pins=("pin_optimizer",) * (self.rules.untried and (optimizer.pinned or alone.pinned))
+            + ("pin_parameters",) * (self.rules.untried_parameters and parameters.pinned),
             sizes=sizes,
             gain=self.gain,
             noise=self.noise,
             tie=any(e.record.path != record.path for e in self.near),
-            reasons=(*self._reasons(), *self._where(), optimizer.reason, parameters.reason, *self._untried()),
+            reasons=(
+                *self._reasons(),
+                *self._where(),
+                optimizer.reason,
+                parameters.reason,
+                *self._untried(optimizer.pinned or alone.pinned),
+            ),
             accumulate=self.chosen.place if self.steer.accumulate == "auto" else self.steer.accumulate,
         )
         return Decision(
@@ -179,7 +215,7 @@ class Verdict:
 
         They pin alike: to give up the noise between them as well would buy nothing.
         """
-        fastest = min(same, key=lambda e: e.median)
+        fastest = min(same, key=self._cost)
         return min((e for e in same if self._ratio(e, fastest) <= 1 + _BUFFER_TIE), key=_modesty)
 
     def best_of_each_path(
@@ -205,8 +241,25 @@ class Verdict:
     def _counted(self, seconds: float) -> float:
         return max(seconds, self.outcome.floor_seconds)
 
+    def _cost(self, entrant: Entrant[Any]) -> float:
+        """Its time, with its part of what page-locking its destination takes at each start."""
+        return self._counted(entrant.median) + (self._lock_share if entrant.memory == "pinned" else 0.0)
+
+    @property
+    def _own_cost(self) -> float:
+        """Of DeepSpeed's own code: locking counts no further than the same code costs in its other memory."""
+        own = self.outcome.installed
+        others = [self._cost(e) for e in self.outcome.own if e.timed]
+        return min(self._cost(own), max(self._counted(own.median), min(others, default=math.inf)))
+
+    @property
+    def _lock_share(self) -> float:
+        """Of the seconds that locking for `offload_optimizer` takes, what falls on one of the times compared."""
+        passes = self.outcome.micro_steps / self.rules.workload.accumulation_steps
+        return self.rules.lock_seconds(self.rules.optimizer_blocks) * passes / RUN_STEPS
+
     def _ratio(self, entrant: Entrant[Any], other: Entrant[Any]) -> float:
-        return self._counted(entrant.median) / self._counted(other.median)
+        return self._cost(entrant) / self._cost(other)
 
     def _noise(self, one: Entrant[Any], other: Entrant[Any]) -> float:
         """Half the 95 % interval of the median ratio of two entrants that ran in the same rounds.
@@ -274,8 +327,11 @@ class Verdict:
             )
         pageable, pinned = times["pageable"], times["pinned"]
         noise = self._noise_between(pageable, pinned)
+        locking = _Locking(
+            seconds=self.rules.lock_seconds(self.rules.optimizer_blocks), share_seconds=self._lock_share
+        )
         return _Pin.measured(
-            section, what, self._counted(pageable.median), self._counted(pinned.median), noise
+            section, what, self._counted(pageable.median), self._counted(pinned.median), noise, locking
         )
 
     def _pin_parameters(self, *, with_optimizer: bool) -> _Pin:
@@ -292,11 +348,20 @@ class Verdict:
         elements = -(-middle_elements(workload.parameters) // workload.world_size)
         size = DTYPE_BYTES[workload.dtype] * elements
         pageable, pinned = (model.line("h2d", m).seconds(size) for m in ("pageable", "pinned"))
-        return _Pin.measured(section, f"a fetch of {units.size(size)} takes", pageable, pinned, self.noise)
+        seconds = self.rules.lock_seconds(parameter_blocks(workload))
+        fetches = (
+            RUN_STEPS
+            * workload.accumulation_steps
+            * max(workload.parameter_elements // workload.world_size, 1)
+        )
+        locking = _Locking(seconds=seconds, share_seconds=seconds * elements / fetches)
+        return _Pin.measured(
+            section, f"a fetch of {units.size(size)} takes", pageable, pinned, self.noise, locking
+        )
 
-    def _untried(self) -> Iterator[str]:
+    def _untried(self, pinned: bool) -> Iterator[str]:
         """What was chosen from smaller blocks than a run will need."""
-        if self.rules.untried:
+        if pinned and self.rules.untried:
             yield (
                 f"offload_optimizer needs a page-locked block of {self.rules.largest_optimizer_bytes:,} bytes, and "
                 f"blocks up to {self.rules.pin.proven_bytes:,} were tried here: a false of yours stays"
@@ -362,7 +427,10 @@ class Verdict:
         if self.steer.path == "deepspeed":
             yield f"you fixed the path deepspeed, so DeepSpeed's own code is kept: {times}; {adds}"
             return
-        yield f"{adds}; {times} ({self.gain:.2f}x, noise {self.noise:.1%})"
+        counted = ""
+        if chosen.memory != own.memory and self._lock_share > 0:
+            counted = f", {units.duration(self._lock_share)} of locking counted for pinned memory"
+        yield f"{adds}; {times} ({self.gain:.2f}x, noise {self.noise:.1%}{counted})"
         if self.gain < 1 / (1 + self.noise):
             yield "DeepSpeed's own code is faster, and is kept"
         elif self.gain <= 1 + self.noise:
