@@ -40,7 +40,8 @@ def decision(verdict: Verdict, sizes: ZeroSizes) -> Decision:
     record = verdict.chosen.record
     alone = own_pin(verdict)
     optimizer = optimizer_pin(verdict, alone)
-    parameters = parameters_pin(verdict, with_optimizer=optimizer.pinned or alone.pinned)
+    locks = optimizer.pinned or alone.pinned
+    parameters = parameters_pin(verdict, with_optimizer=locks)
     choice = Choice(
         path=record.path,
         cast=record.cast,
@@ -51,8 +52,8 @@ def decision(verdict: Verdict, sizes: ZeroSizes) -> Decision:
         pin_optimizer_alone=alone.pinned,
         pin_parameters=parameters.pinned,
         unsettled_pins=("pin_optimizer",) * optimizer.unsettled + ("pin_parameters",) * parameters.unsettled,
-        untried_pins=("pin_optimizer",) * verdict.rules.untried
-        + ("pin_parameters",) * verdict.rules.untried_parameters,
+        untried_pins=("pin_optimizer",) * (verdict.rules.untried and locks)
+        + ("pin_parameters",) * (verdict.rules.untried_parameters and parameters.pinned),
         sizes=sizes,
         gain=verdict.gain,
         noise=verdict.noise,
@@ -62,7 +63,7 @@ def decision(verdict: Verdict, sizes: ZeroSizes) -> Decision:
             *place_reasons(verdict),
             optimizer.reason,
             parameters.reason,
-            *untried_reasons(verdict),
+            *(untried_reasons(verdict) if locks else ()),
         ),
         accumulate=verdict.chosen.place if verdict.steer.accumulate == "auto" else verdict.steer.accumulate,
     )

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from autotune_offload import units
 from autotune_offload.decide.reasons import NOT_HERE
-from autotune_offload.decide.verdict import Verdict
+from autotune_offload.decide.verdict import RUN_STEPS, Verdict
+from autotune_offload.paths.pinned_blocks import parameter_blocks
 from autotune_offload.workload import DTYPE_BYTES, middle_elements
 
 
@@ -19,9 +20,11 @@ class Pin:
     unsettled: bool = False
 
     @classmethod
-    def measured(cls, section: str, what: str, pageable: float, pinned: float, noise: float) -> Pin:
-        """On where the seconds from or into pinned memory are fewer beyond the noise."""
-        gain = pageable / pinned
+    def measured(
+        cls, section: str, what: str, pageable: float, pinned: float, noise: float, locking: Locking
+    ) -> Pin:
+        """On where the seconds from or into pinned memory are fewer beyond the noise, locking included."""
+        gain = pageable / (pinned + locking.share_seconds)
         on = gain > 1 + noise
         times = (
             f"{what} {units.duration(pageable)} with pageable and {units.duration(pinned)} with pinned memory"
@@ -31,8 +34,32 @@ class Pin:
             pinned=on,
             unsettled=not settled,
             reason=f"{section} is {'' if on else 'not '}pinned: {times}"
-            + ("" if settled else f", the same within the noise of {noise:.1%}"),
+            + ("" if settled else f", the same within the noise of {noise:.1%}{locking.counted}")
+            + locking.words(pageable - pinned),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locking:
+    """What page-locking takes at each start, and the part of it that falls on one of the times compared."""
+
+    seconds: float
+    share_seconds: float
+
+    @property
+    def counted(self) -> str:
+        """Beside a comparison that it takes part in."""
+        return " with locking counted" if self.share_seconds > 0 else ""
+
+    def words(self, gain_seconds: float) -> str:
+        """Where it can be told from nothing: how long, and after how many steps it is earned back."""
+        if self.share_seconds <= 0:
+            return ""
+        said = f"; locking takes {units.duration(self.seconds)} at each start"
+        if gain_seconds <= 0:
+            return said
+        steps = max(round(RUN_STEPS * self.share_seconds / gain_seconds), 1)
+        return f"{said}, earned back in {steps:,} step{'s' if steps > 1 else ''} of the {RUN_STEPS:,} counted"
 
 
 def optimizer_pin(verdict: Verdict, alone: Pin) -> Pin:
@@ -75,8 +102,10 @@ def own_pin(verdict: Verdict) -> Pin:
         )
     pageable, pinned = times["pageable"], times["pinned"]
     noise = verdict.noise_between(pageable, pinned)
+    seconds = verdict.rules.lock_seconds(verdict.rules.optimizer_blocks)
+    locking = Locking(seconds=seconds, share_seconds=verdict.lock_share)
     return Pin.measured(
-        section, what, verdict.counted(pageable.median), verdict.counted(pinned.median), noise
+        section, what, verdict.counted(pageable.median), verdict.counted(pinned.median), noise, locking
     )
 
 
@@ -94,4 +123,9 @@ def parameters_pin(verdict: Verdict, *, with_optimizer: bool) -> Pin:
     elements = -(-middle_elements(workload.parameters) // workload.world_size)
     size = DTYPE_BYTES[workload.dtype] * elements
     pageable, pinned = (model.rates.line("h2d", m).seconds(size) for m in ("pageable", "pinned"))
-    return Pin.measured(section, f"a fetch of {units.size(size)} takes", pageable, pinned, verdict.noise)
+    seconds = verdict.rules.lock_seconds(parameter_blocks(workload))
+    fetched = max(workload.parameter_elements // workload.world_size, 1)
+    fetches = RUN_STEPS * workload.accumulation_steps * fetched
+    locking = Locking(seconds=seconds, share_seconds=seconds * elements / fetches)
+    what = f"a fetch of {units.size(size)} takes"
+    return Pin.measured(section, what, pageable, pinned, verdict.noise, locking)

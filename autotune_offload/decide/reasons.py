@@ -57,7 +57,10 @@ def _against_own(verdict: Verdict) -> Iterator[str]:
     if verdict.steer.path == "deepspeed":
         yield f"you fixed the path deepspeed, so DeepSpeed's own code is kept: {times}; {adds}"
         return
-    yield f"{adds}; {times} ({verdict.gain:.2f}x, noise {verdict.noise:.1%})"
+    counted = ""
+    if chosen.memory != own.memory and verdict.lock_share > 0:
+        counted = f", {units.duration(verdict.lock_share)} of locking counted for pinned memory"
+    yield f"{adds}; {times} ({verdict.gain:.2f}x, noise {verdict.noise:.1%}{counted})"
     if verdict.gain < 1 / (1 + verdict.noise):
         yield "DeepSpeed's own code is faster, and is kept"
     elif verdict.gain <= 1 + verdict.noise:

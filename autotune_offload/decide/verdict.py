@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ _BUFFER_TIE = 0.01
 
 _FAR = 2.0
 """Who takes more than this many times the best is not told apart by the noise, and does not add to it."""
+
+RUN_STEPS = 1000
+"""Over so many optimizer steps what locking takes at a start has to be earned back: a short run."""
 
 _FEW_ROUNDS = 3
 _UNREPEATED = 0.25
@@ -57,13 +61,13 @@ class Verdict:
 
     def __init__(self, outcome: Outcome, rules: PinRules, steer: Settings) -> None:
         self.outcome, self.rules, self.steer = outcome, rules, steer
-        self.best = min(outcome.finalists, key=lambda e: e.median)
+        self.best = min(outcome.finalists, key=self._cost)
         self.near = [e for e in outcome.finalists if self.ratio(e, self.best) <= 1 + self.apart(e)]
         rivals: list[Entrant[Any]] = [*self.near, outcome.installed]
         self.noise = max(map(self.apart, rivals))
         self.chosen = self._by_tie_rule()
         self.keeps_own = steer.path == "deepspeed" or not outcome.installed.timed
-        self.gain = 1.0 if self.keeps_own else self.ratio(outcome.installed, self.chosen)
+        self.gain = 1.0 if self.keeps_own else self._own_cost / self._cost(self.chosen)
 
     def _by_tie_rule(self) -> Entrant[Candidate]:
         """Within the noise, the path that pins less, with its micro-steps added up where DeepSpeed does."""
@@ -81,7 +85,7 @@ class Verdict:
 
         They pin alike: to give up the noise between them as well would buy nothing.
         """
-        fastest = min(same, key=lambda e: e.median)
+        fastest = min(same, key=self._cost)
         return min((e for e in same if self.ratio(e, fastest) <= 1 + _BUFFER_TIE), key=_modesty)
 
     def best_of_each_path(
@@ -106,9 +110,26 @@ class Verdict:
         """Seconds above the floor below which all times are the same."""
         return max(seconds, self.outcome.floor_seconds)
 
+    def _cost(self, entrant: Entrant[Any]) -> float:
+        """Its time, with its part of what page-locking its destination takes at each start."""
+        return self.counted(entrant.median) + (self.lock_share if entrant.memory == "pinned" else 0.0)
+
+    @property
+    def _own_cost(self) -> float:
+        """Of DeepSpeed's own code: locking counts no further than the same code costs in its other memory."""
+        own = self.outcome.installed
+        others = [self._cost(e) for e in self.outcome.own if e.timed]
+        return min(self._cost(own), max(self.counted(own.median), min(others, default=math.inf)))
+
+    @property
+    def lock_share(self) -> float:
+        """Of the seconds that locking for `offload_optimizer` takes, what falls on one of the times compared."""
+        passes = self.outcome.micro_steps / self.rules.workload.accumulation_steps
+        return self.rules.lock_seconds(self.rules.optimizer_blocks) * passes / RUN_STEPS
+
     def ratio(self, entrant: Entrant[Any], other: Entrant[Any]) -> float:
-        """Of two medians."""
-        return self.counted(entrant.median) / self.counted(other.median)
+        """Of two costs."""
+        return self._cost(entrant) / self._cost(other)
 
     def _noise(self, one: Entrant[Any], other: Entrant[Any]) -> float:
         """Of the times of two entrants in the rounds that both ran."""

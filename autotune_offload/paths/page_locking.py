@@ -16,6 +16,10 @@ from autotune_offload.upstream import NEWEST, SUB_GROUP_ELEMENTS
 
 _MORE_RANKS = "more ranks make it smaller"
 
+MOST_LOCK_SECONDS = 300.0
+"""Locking may take so long at each start: half of the ten minutes for which a rank waits for another by default
+(torch.distributed: default_pg_timeout for NCCL)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinRules:
@@ -163,6 +167,23 @@ class PinRules:
             return largest, f'lower sub_group_size to {fitting:,}, or make it "auto"'
         return largest, _MORE_RANKS
 
+    # -- what it takes --
+
+    def lock_seconds(self, blocks: Sequence[int]) -> float:
+        """What page-locking blocks of these sizes takes at each start, by what it took here."""
+        rounded = sum(map(machine_limits.pinned_block_bytes, blocks))
+        return (self.pin.seconds_per_gib or 0.0) * rounded / 2**30
+
+    def _too_slow(self, blocks: Sequence[int]) -> str | None:
+        seconds = self.lock_seconds(blocks)
+        if seconds <= MOST_LOCK_SECONDS:
+            return None
+        return (
+            f"page-locking {machine_limits.gigabytes(sum(blocks))} would take {seconds:,.0f} s at each start "
+            f"({self.pin.seconds_per_gib:.3g} s a GiB here), more than the {MOST_LOCK_SECONDS:.0f} s that a start may "
+            "take for it; more ranks lock less each"
+        )
+
     # -- against the limits --
 
     @property
@@ -181,11 +202,17 @@ class PinRules:
     def _against_blocks(
         self, blocks: Sequence[int], largest: int, way_out: str, *, weights_pinned: bool = False
     ) -> str | None:
-        return self._beyond_largest(largest, way_out) or machine_limits.check_pinned(
-            blocks,
-            self.limits,
-            in_any_case_bytes=self._in_any_case,
-            beside_bytes=pinned_blocks.state_bytes(self.workload, self.layout, weights_pinned=weights_pinned),
+        return (
+            self._beyond_largest(largest, way_out)
+            or self._too_slow(blocks)
+            or machine_limits.check_pinned(
+                blocks,
+                self.limits,
+                in_any_case_bytes=self._in_any_case,
+                beside_bytes=pinned_blocks.state_bytes(
+                    self.workload, self.layout, weights_pinned=weights_pinned
+                ),
+            )
         )
 
 

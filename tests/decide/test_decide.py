@@ -996,6 +996,40 @@ def test_the_time_for_accumulations_is_part_of_the_budget(stage: Stage) -> None:
         assert stage.device.clock <= 105 + 8 * pass_seconds
 
 
+# -- what locking takes ---------------------------------------------------------------------------
+
+
+def slow_lock(seconds: float) -> Measurements:
+    """Curves on which pinned is faster, on a host that takes so long to lock what the optimizer needs."""
+    gibibytes = sum(1 << (size - 1).bit_length() for size in optimizer_blocks(make_workload())) / 2**30
+    pin = PinCost(seconds_per_gib=seconds / gibibytes, largest_bytes=1 << 40, capped=True)
+    return fast_pinned(pin=pin)
+
+
+def test_what_locking_takes_at_each_start_has_to_be_earned_back(stage: Stage) -> None:
+    """Over the steps of a short run; the reasons say how long it takes and after how many steps it is paid."""
+    stage.script = by_path(direct=0.9, pinned=0.5, staged=0.95, own=0.9, own_pinned=0.5)
+    for seconds, steps in ((0.4, "1 step"), (250, "625 steps")):
+        choice = stage.run(measurements=slow_lock(seconds)).choice
+        assert choice.path == "pinned" and choice.pin_optimizer
+        (said,) = [r for r in choice.reasons if r.startswith("offload_optimizer is pinned")]
+        assert f"at each start, earned back in {steps} of the 1,000 counted" in said
+    stage.script = by_path(direct=0.6, pinned=0.5, staged=0.95, own=0.6, own_pinned=0.5)
+    dear = stage.run(measurements=slow_lock(250)).choice
+    assert dear.path == "direct" and not dear.pin_optimizer and not dear.pin_optimizer_alone
+    assert "locking takes 250 s at each start, earned back in 2,500 steps of the 1,000" in " ".join(
+        dear.reasons
+    )
+
+
+def test_a_start_does_not_wait_longer_than_ranks_wait_for_each_other(stage: Stage) -> None:
+    """However much faster the copies are."""
+    stage.script = by_path(direct=9.0, pinned=0.5, own=9.0, own_pinned=0.5)
+    decision = stage.run(measurements=slow_lock(310))
+    assert decision.choice.path != "pinned" and not decision.choice.pin_optimizer
+    assert "would take 310 s at each start" in reasons(decision)
+
+
 # -- rules ----------------------------------------------------------------------------------------
 
 
