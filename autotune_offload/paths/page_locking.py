@@ -12,6 +12,7 @@ from autotune_offload.paths import pinned_blocks
 from autotune_offload.paths.accumulation import PINNED_BYTES
 from autotune_offload.paths.path import page_locks
 from autotune_offload.records import Candidate, Choice, Limits, Path, PinCost, Workload
+from autotune_offload.units import gigabytes
 from autotune_offload.upstream import NEWEST, SUB_GROUP_ELEMENTS
 
 _MORE_RANKS = "more ranks make it smaller"
@@ -179,7 +180,7 @@ class PinRules:
         if seconds <= MOST_LOCK_SECONDS:
             return None
         return (
-            f"page-locking {machine_limits.gigabytes(sum(blocks))} would take {seconds:,.0f} s at each start "
+            f"page-locking {gigabytes(sum(blocks))} would take {seconds:,.0f} s at each start "
             f"({self.pin.seconds_per_gib:.3g} s a GiB here), more than the {MOST_LOCK_SECONDS:.0f} s that a start may "
             "take for it; more ranks lock less each"
         )
