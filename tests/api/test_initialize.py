@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import logging
+import types
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -645,6 +646,39 @@ def test_a_report_says_what_was_chosen_changed_and_noticed(calls: Calls) -> None
     assert "  zero_optimization.reduce_bucket_size: absent -> 15099494" in lines
     assert all(f"  - {reason}" in lines for reason in Probes.choice.reasons)
     assert all(f"  - {notice}" in lines for notice in report.notices) and report.notices
+
+
+class PageLocked(torch.Tensor):
+    """A host tensor that says it is page-locked, which one can be only beside a device."""
+
+    def is_pinned(self, *args: Any, **kwargs: Any) -> bool:
+        """It is."""
+        return True
+
+
+def test_a_report_counts_what_stage_2_page_locks() -> None:
+    """Weights, their 16-bit copy, gradients, the sums of micro-steps, and the buffer for one gradient."""
+
+    def locked(elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(elements, dtype=dtype).as_subclass(PageLocked)
+
+    weights = locked(100)
+    weights.grad = locked(100)
+    optimizer = types.SimpleNamespace(
+        single_partition_of_fp32_groups=[weights],
+        param_buffer_of_bit16_for_cpu_offload_groups=[locked(100, torch.bfloat16)],
+        accumulated_grads_in_cpu={0: locked(60, torch.bfloat16), 1: locked(40, torch.bfloat16)},
+        temp_grad_buffer_for_cpu_offload=locked(60, torch.bfloat16),
+    )
+    engine = Engine()
+    engine.optimizer = optimizer  # type: ignore[assignment]  # a stand-in
+    assert api_report.report(engine).pinned_bytes == {
+        "gradient accumulation": 200,
+        "fp32 gradients": 400,
+        "16-bit parameters": 200,
+        "fp32 weights": 400,
+        "one gradient": 120,
+    }
 
 
 def test_a_report_of_a_foreign_engine_says_so() -> None:

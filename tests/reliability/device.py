@@ -54,7 +54,8 @@ def in_child(name: str, seconds: float = 2.0) -> Rehearsed | None:
 
 def in_this_process(name: str) -> Rehearsed | None:
     """What a child would do and what becomes of its words, for faults that only raise."""
-    given = {"made_by": f"{devices.HERE}:{name}", "index": 0, "blocks": sizes(4 << 20)}
+    made_by = f"{devices.HERE}:{name}"
+    given = {"made_by": made_by, "index": 0, "blocks": sizes(4 << 20), "whole_bytes": 0, "seconds": 60}
     return rehearsal._followed(rehearsal._steps(given), devices.Honest())
 
 

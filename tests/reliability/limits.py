@@ -369,7 +369,7 @@ def _(folder: Path) -> str:
     profile = probed(device)
     assert profile.choice.path == "direct" and not profile.choice.pin_optimizer
     warning = next(w for w in profile.warnings if "whatever pin_memory says" in w)
-    return says(warning, "memlock", "without offload_param it is not made")
+    return says(warning, "memlock", "take offload_param out")
 
 
 @fault(
