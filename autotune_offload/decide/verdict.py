@@ -135,7 +135,7 @@ class Verdict:
         self.noise = max(map(self._apart, rivals))
         self.chosen = self._by_tie_rule()
         self.keeps_own = steer.path == "deepspeed" or not outcome.installed.timed
-        self.gain = 1.0 if self.keeps_own else self._own_cost / self._cost(self.chosen)
+        self.gain = 1.0 if self.keeps_own else self._gain()
 
     def decision(self, sizes: ZeroSizes) -> Decision:
         """All of it, as records."""
@@ -245,12 +245,17 @@ class Verdict:
         """Its time, with its part of what page-locking its destination takes at each start."""
         return self._counted(entrant.median) + (self._lock_share if entrant.memory == "pinned" else 0.0)
 
-    @property
-    def _own_cost(self) -> float:
-        """Of DeepSpeed's own code: locking counts no further than the same code costs in its other memory."""
-        own = self.outcome.installed
+    def _gain(self) -> float:
+        """DeepSpeed's own time over the chosen one's; locking counts where one of the two needs it and not the other.
+
+        For DeepSpeed's own code it counts no further than the same code costs in its other memory.
+        """
+        own, chosen = self.outcome.installed, self.chosen
+        if own.memory == chosen.memory:
+            return self._counted(own.median) / self._counted(chosen.median)
         others = [self._cost(e) for e in self.outcome.own if e.timed]
-        return min(self._cost(own), max(self._counted(own.median), min(others, default=math.inf)))
+        least = max(self._counted(own.median), min(others, default=math.inf))
+        return min(self._cost(own), least) / self._cost(chosen)
 
     @property
     def _lock_share(self) -> float:
