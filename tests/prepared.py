@@ -80,9 +80,9 @@ def watch_engines(seen: list[dict[str, Any]]) -> None:
 
 def use_choice() -> None:
     """Every decision of this process is `CHOICE`."""
-    from autotune_offload.api import deciding
+    from autotune_offload.api import profile
 
-    vars(deciding)["lookup"] = lambda *args, **kwargs: make_profile(choice=CHOICE)
+    vars(profile)["lookup"] = lambda *args, **kwargs: make_profile(choice=CHOICE)
 
 
 def run_rank(job: dict[str, Any], rank: int, port: int) -> int:

@@ -268,8 +268,8 @@ def _choose(*, reduce_bucket_elements: int, fresh: bool = True) -> None:
 
 def _instead_of_probe(stand_in: Callable[..., Any], fresh: bool = True) -> None:
     """With a fresh folder for this rank, there is no stored profile."""
-    from autotune_offload.api import initialize as api
     from autotune_offload.api import probe as api_probe
+    from autotune_offload.api import profile as api
 
     vars(api)["probe"] = lambda **how: stand_in(api_probe.probe, **how)
     if fresh:
@@ -299,7 +299,7 @@ SCENARIOS: dict[str, Setup] = {
 }
 
 
-class StoppedHere(Exception):
+class StoppedHere(BaseException):
     """In place of DeepSpeed's own start, where a rank is dead and it would only wait."""
 
 
@@ -308,8 +308,8 @@ def run(name: str) -> dict[str, Any]:
     import deepspeed
 
     import autotune_offload
-    from autotune_offload.api import initialize as api
     from autotune_offload.api import probe as api_probe
+    from autotune_offload.api import profile as api
 
     cache = os.environ["AUTOTUNE_OFFLOAD_CACHE"]
     seen.clear()

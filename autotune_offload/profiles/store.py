@@ -126,7 +126,10 @@ class Store:
 
     def files(self, prefix: str = "") -> list[Path]:
         """The files whose names begin so, newest first; the key is what follows the last hyphen of a stem."""
-        found = [path for path in self.folder.glob(f"{prefix}*.yaml") if not path.name.startswith(".")]
+        try:
+            found = [path for path in self.folder.glob(f"{prefix}*.yaml") if not path.name.startswith(".")]
+        except PermissionError:  # a folder above may not be entered
+            return []
         return sorted(found, key=_modified, reverse=True)
 
     def prune(self, *, older_than_days: float | None = None, only_broken: bool = False) -> tuple[Path, ...]:

@@ -66,6 +66,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     gain: float
     noise: float
     unsettled_pins: tuple[str, ...]
+    untried_pins: tuple[str, ...]
 
     @classmethod
     def of(cls, choice: Choice) -> Settled:

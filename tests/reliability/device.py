@@ -214,7 +214,8 @@ def _(folder: Path) -> str:
     told = folder / "child"
     source = (
         "import subprocess\n"
-        "from autotune_offload.measure.rehearsal import rehearse, sizes\n"
+        "from autotune_offload.measure.attempts import sizes\n"
+        "from autotune_offload.measure.rehearsal import rehearse\n"
         "from tests.reliability import devices\n"
         "real = subprocess.Popen\n"
         "def popen(*args, **kwargs):\n"
