@@ -173,6 +173,7 @@ def _(folder: Path) -> str:
 
 _OPEN = """
 import json
+import platformdirs
 from autotune_offload.errors import ProfileError
 from autotune_offload.profiles.store import Miss, Store
 from tests.factories import make_profile
