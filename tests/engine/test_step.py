@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,10 +35,16 @@ class Shared(DeferredDevice):
     shares_host_memory = True
 
 
+made: list[Engine] = []
+
+
 @pytest.fixture(autouse=True)
-def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever names no device gets one that is there."""
+def _apart_from_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whoever names no device gets one that is there; no thread outlives a test."""
     monkeypatch.setattr(step_attach, "AcceleratorDevice", Shared)
+    yield
+    while made:
+        detach_step(made.pop())
 
 
 def trained(
@@ -75,6 +81,7 @@ def attached(
 ) -> tuple[Engine, StepStatus]:
     """An engine whose optimizer has the pass."""
     engine = Engine(optimizer)
+    made.append(engine)
     return engine, attach_step(engine, spec, check=check, **kwargs)
 
 
@@ -126,6 +133,7 @@ def test_it_may_come_and_go(repeats: bool) -> None:
     """Between any two steps: what is known of DeepSpeed's operation holds, or is found out."""
     stock, ours = pairs(repeats=repeats)
     engine = Engine(ours)
+    made.append(engine)
 
     def toggle(step: int) -> None:
         if step in {2, 13}:
@@ -563,7 +571,8 @@ def test_taken_out_nothing_of_ours_stays() -> None:
 def test_an_engine_that_goes_takes_the_pass_along() -> None:
     """Nothing keeps it alive."""
     optimizer = DeepSpeedZeroOptimizer_Stage3()
-    engine, _ = attached(optimizer)
+    engine = Engine(optimizer)
+    attach_step(engine, FUSED, check=False)
     trained(optimizer, 2)
     known = weakref.ref(optimizer)
     del optimizer, engine
