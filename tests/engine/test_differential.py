@@ -43,7 +43,7 @@ def test_hundreds_of_loops_are_the_same_to_the_bit() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("fault", sorted({*FAULTS} - {"settle"}))
 def test_the_loops_find_what_is_taken_out(fault: str) -> None:
-    """Otherwise they would prove nothing. Two copies to one destination are rare in them: `test_attach` has `settle`."""
+    """Otherwise they would prove nothing. Two copies to one destination are rare there: `test_attach` has `settle`."""
     done = loops("--examples", "400", "--steps", "20", "--without", fault, seconds=1500)
     assert done.returncode == 1, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     assert "differ" in done.stdout
