@@ -18,9 +18,9 @@ from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.step_adam import in_fp32
 from autotune_offload.engine.step_attach import StepSpec, attach_step, detach_step, step_status
 from autotune_offload.engine.step_check import CHECKED_STEPS, sampled
-from autotune_offload.engine.step_pieces import Target
 from autotune_offload.machine import adam, compiled
 from autotune_offload.machine.device import Device
+from autotune_offload.paths.pieces import Target
 from tests.engine.stand_ins import REAL_PIECE_OF, CpuAdamOperation, DeepSpeedZeroOptimizer_Stage3, Engine
 from tests.fakes import DeferredDevice
 
@@ -327,7 +327,7 @@ def test_no_threads_to_be_had_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> 
     def none_left(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("autotune_offload.engine.step_pieces.ThreadPoolExecutor", none_left)
+    monkeypatch.setattr("autotune_offload.paths.pieces.ThreadPoolExecutor", none_left)
     assert same(trained(stock), trained(ours))
     assert "can't start new thread" in str(status.why_not)
 
@@ -425,7 +425,7 @@ def test_a_wait_that_fails_costs_no_bit(monkeypatch: pytest.MonkeyPatch) -> None
 
     def lose(step: int) -> None:
         if step == 2:
-            monkeypatch.setattr("autotune_offload.engine.step_pieces.Pieces.drain", drain)
+            monkeypatch.setattr("autotune_offload.paths.pieces.Pieces.drain", drain)
 
     assert same(trained(stock, 4), trained(ours, 4, lose))
     assert "device lost" in str(status.why_not)
