@@ -16,7 +16,8 @@ from autotune_offload.errors import in_words
 from autotune_offload.machine import adam
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
-from autotune_offload.paths.pieces import PIECE_ELEMENTS, Pieces, thread_counts
+from autotune_offload.paths.pieces import Pieces, thread_counts
+from autotune_offload.paths.step_stages import PIECE_ELEMENTS
 from autotune_offload.records import Record
 
 _MOST_REPLAYED = 1_000_000

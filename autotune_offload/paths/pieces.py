@@ -15,14 +15,8 @@ from torch import Tensor
 from autotune_offload.errors import PinError
 from autotune_offload.machine import adam
 from autotune_offload.machine.device import Device, Event
+from autotune_offload.paths.step_stages import PIECE_ELEMENTS, QUEUED, ring_buffers
 from autotune_offload.records import Record
-
-PIECE_ELEMENTS = 1 << 18
-"""8 MB of traffic, a fraction of a millisecond: long against handing it out, short against a sub-group."""
-
-_QUEUED, _ON_THEIR_WAY = 1, 2
-"""Buffers of the ring beside those that threads are filling: so that no thread waits for the next piece to be handed
-out, nor for a copy that has just begun."""
 
 
 def thread_counts(most: int) -> tuple[int, ...]:
@@ -162,7 +156,7 @@ class Pieces:
             ring.send(number, rounded[begin:end])
 
         for number in range(len(progress.done)):
-            if len(under_way) == threads + _QUEUED:
+            if len(under_way) == threads + QUEUED:
                 hand_over()
             begin, end = progress.bounds(number)
             slot = ring.free(number)[: end - begin]
@@ -172,7 +166,7 @@ class Pieces:
             hand_over()
 
     def _ring(self, dtype: torch.dtype, threads: int) -> _Ring:
-        ring, count = self._rings.get(dtype), threads + _QUEUED + _ON_THEIR_WAY
+        ring, count = self._rings.get(dtype), ring_buffers(threads)
         if ring is None or len(ring) < count:
             if ring is not None:
                 ring.close()
