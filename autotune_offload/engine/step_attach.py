@@ -31,6 +31,8 @@ class StepSpec(Record, frozen=True, kw_only=True):
     """"auto" is the faster of both, as measured in the running engine; "deepspeed" changes nothing."""
     threads: int | Literal["auto"] = "auto"
     """Host threads of the pass; "auto" is the best of 1, 2, 4 and so on, as measured."""
+    begins_with: int | None = None
+    """The number of threads that is timed first, as it was decided on; None goes from the fewest up."""
     page_lock: bool = True
     """Whether what goes to a device may pass through page-locked buffers, a few of half a megabyte."""
     piece_elements: int = PIECE_ELEMENTS
@@ -103,11 +105,19 @@ def _attachment(
         attachment = StepAttachment(optimizer, device, None, None, checks=False)
         attachment.status.why_not = fused
         return attachment
-    counts = thread_counts(device.most_threads()) if spec.threads == "auto" else (spec.threads,)
+    counts = _counts(device, spec)
     trials = Trials((OWN, *counts)) if check or spec.threads == "auto" else None
     attachment = StepAttachment(optimizer, device, fused, trials, checks=check)
     attachment.threads, attachment.may_stay = counts[0], spec.step == "auto"
     return attachment
+
+
+def _counts(device: Device, spec: StepSpec) -> tuple[int, ...]:
+    """Numbers of threads in the order in which they are timed."""
+    if spec.threads != "auto":
+        return (spec.threads,)
+    counts = thread_counts(device.most_threads())
+    return tuple(sorted(counts, key=lambda count: (count != spec.begins_with, count)))
 
 
 def _fused(optimizer: Any, device: Device, spec: StepSpec) -> FusedAdam | str:

@@ -20,7 +20,7 @@ from autotune_offload.engine.step_attach import StepSpec, attach_step, detach_st
 from autotune_offload.engine.step_check import CHECKED_STEPS, sampled
 from autotune_offload.machine import adam, compiled
 from autotune_offload.machine.device import Device
-from autotune_offload.paths.pieces import Target
+from autotune_offload.paths.pieces import Pieces, Target
 from tests.engine.stand_ins import REAL_PIECE_OF, CpuAdamOperation, DeepSpeedZeroOptimizer_Stage3, Engine
 from tests.fakes import DeferredDevice
 
@@ -317,6 +317,33 @@ def test_an_interruption_leaves_a_whole_sub_group(monkeypatch: pytest.MonkeyPatc
         trained(ours, 1)
     assert same([left[0][:4]], [ours.leaves()[:4]])
     assert ours.optimizer.ds_opt_adam is ours.operation
+
+
+class ManyThreads(Shared):
+    """A host whose ranks have four threads each."""
+
+    def most_threads(self) -> int:
+        """Four."""
+        return 4
+
+
+def test_trials_begin_with_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own step, then the decided number of threads, then the others from the fewest up."""
+    used: list[int] = []
+    run = Pieces.run
+
+    def noted(self: Pieces, *args: Any) -> None:
+        used.append(args[3])
+        run(self, *args)
+
+    monkeypatch.setattr(Pieces, "run", noted)
+    for begins_with, order in ((2, [2, 1, 4]), (None, [1, 2, 4]), (3, [1, 2, 4])):
+        used.clear()
+        _, ours = pairs(sizes=(4096,))
+        device = ManyThreads()
+        attached(ours, StepSpec(begins_with=begins_with), device=device)
+        trained(ours, 4)
+        assert used == order, begins_with
 
 
 def test_no_threads_to_be_had_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

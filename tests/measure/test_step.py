@@ -11,7 +11,6 @@ from msgspec import structs
 from autotune_offload.described import machine as described_machine
 from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.machine.device import Device
-from autotune_offload.measure import step as measured_step
 from autotune_offload.measure.measure import measure
 from autotune_offload.measure.step import step_rates
 from autotune_offload.paths.pieces import thread_counts
@@ -101,7 +100,7 @@ def test_a_pass_that_fails_costs_no_probe(monkeypatch: pytest.MonkeyPatch) -> No
     def fails(*args: object, **kwargs: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(measured_step.Pieces, "run", fails)
+    monkeypatch.setattr("autotune_offload.paths.pieces.Pieces.run", fails)
     found = rates(simulated())
     assert not found.passes and "can't start new thread" in str(found.why_no_pass)
 
