@@ -71,11 +71,15 @@ class StepCosts:
             return sum(work.seconds(self.elements, self.sub_groups) for work in through.work)
         pieces = -(-self.elements // through.piece_elements)
         host = sum(w.seconds(self.elements) for w in through.work if w.lane == "host")
+        # at the end threads have nothing left to do while others compute
+        host *= max(-(-pieces // way.threads) * way.threads * through.piece_elements / self.elements, 1.0)
         link = sum(w.seconds(self.elements, pieces) for w in through.work if w.lane == "link")
+        if not link:
+            return host
         piece = min(through.piece_elements, self.elements)
         # the first piece, which one thread computes, and the last, which is sent, hide behind nothing
         alone = sum(w.seconds(piece) for w in through.work if w.lane == "link")
-        return max(host, link) + (alone + way.threads * host / pieces) * self.sub_groups * (link > 0)
+        return max(host, link) + (alone + way.threads * host / pieces) * self.sub_groups
 
     def parts(self, way: StepCandidate) -> Iterator[tuple[Work, float]]:
         """Each part of the step with its own seconds, whatever it hides behind."""

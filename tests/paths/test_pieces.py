@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from autotune_offload.described import machine as described_machine
 from autotune_offload.described.simulated import SimulatedDevice
-from autotune_offload.machine import adam
-from autotune_offload.paths.pieces import Pieces, Target, thread_counts
+from autotune_offload.paths.pieces import thread_counts
+from autotune_offload.records import Back
+from benchmarks.described_step import fused_seconds, simulated
 from tests.described.test_machine import SHIPPED
 from tests.described.test_simulated import machine
 
@@ -16,40 +16,12 @@ ELEMENTS = 1 << 26
 WITH_A_LINK = [name for name in SHIPPED if described_machine.load(name).kind != "cpu"]
 
 
-def values(scale: float = 1.0) -> adam.Constants:
-    """Of an ordinary step."""
-    return adam.Constants(scale=scale, scales=scale != 1.0, beta1=0.9, beta2=0.999, rest1=0.1, rest2=0.001)
-
-
 def seconds(
-    device: SimulatedDevice, threads: int, *, on_host: bool | None, page_lock: bool = True, scale: float = 1.0
+    device: SimulatedDevice, threads: int, *, on_host: bool, page_lock: bool = True, scale: float = 1.0
 ) -> float:
-    """Of the pass over `ELEMENTS` weights, the 16-bit ones into the device's memory, the host's or nowhere (None)."""
-    with device.timed_only():
-        memory = adam.Memory(
-            weights=device.host_empty(ELEMENTS, torch.float32),
-            gradients=device.host_empty(ELEMENTS, torch.float32),
-            first=device.host_empty(ELEMENTS, torch.float32),
-            second=device.host_empty(ELEMENTS, torch.float32),
-        )
-        rounded = device.empty(ELEMENTS, torch.bfloat16)
-        to = None if on_host is None else Target(memory=rounded, on_host=on_host)
-        pieces = Pieces(device, page_lock=page_lock)
-        pieces.run(memory, values(scale), to, threads, pieces.progress(ELEMENTS))  # locks the ring
-        pieces.drain()
-        began = device.now()
-        pieces.run(memory, values(scale), to, threads, pieces.progress(ELEMENTS))
-        pieces.drain()
-        took = device.now() - began
-        pieces.close()
-    return took
-
-
-def simulated(name: str, ranks: int = 1) -> SimulatedDevice:
-    """One rank's device on a shipped machine, whose checks look at next to nothing."""
-    device = SimulatedDevice(described_machine.load(name), ranks=ranks)
-    device.checked_elements = 64
-    return device
+    """Of the pass over `ELEMENTS` weights, the 16-bit ones into the device's memory or the host's."""
+    back: Back = "in place" if on_host else "staged" if page_lock else "direct"
+    return fused_seconds(device, ELEMENTS, threads=threads, back=back, scale=scale)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -76,20 +48,20 @@ def test_behind_a_slow_link_the_pass_hides() -> None:
 
 def test_where_it_stays_on_the_host_the_pass_takes_its_bytes_through_memory() -> None:
     """30 a weight, and 34 where gradients are scaled; one thread reaches what one thread reaches."""
-    device = simulated("t4_pcie3")
+    device = simulated("t4_pcie3", 1)
     speeds, threads = device.speeds, device.most_threads()
     for count, rate in ((threads, speeds.copy_all), (1, speeds.copy_one)):
         for scale, traffic in ((1.0, 30), (0.5, 34)):
             expected = traffic * ELEMENTS / (2 * rate)
-            took = seconds(simulated("t4_pcie3"), count, on_host=True, scale=scale)
+            took = seconds(simulated("t4_pcie3", 1), count, on_host=True, scale=scale)
             assert took == pytest.approx(expected, rel=0.03)
 
 
 def test_without_page_locked_memory_the_ring_is_pageable() -> None:
     """The calling thread then waits for each copy, and the others compute meanwhile."""
-    device = simulated("t4_pcie3")
+    device = simulated("t4_pcie3", 1)
     threads = device.most_threads()
-    locked = seconds(simulated("t4_pcie3"), threads, on_host=False)
+    locked = seconds(simulated("t4_pcie3", 1), threads, on_host=False)
     assert locked < seconds(device, threads, on_host=False, page_lock=False) < 1.3 * locked
 
 
