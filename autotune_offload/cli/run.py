@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import click
 
+from autotune_offload import switch
 from autotune_offload.cli import options, parent
 from autotune_offload.cli.output import emit_json
 
@@ -56,9 +57,15 @@ def command(*, environment: bool, as_json: bool, command: tuple[str, ...]) -> No
     if not command:
         raise click.UsageError("no command; expected a script, -m MODULE, or a launcher and its arguments")
     resolved, its_environment = _resolved(command), {**os.environ, **variables}
-    if os.environ.get("AUTOTUNE_OFFLOAD") == "0" or not parent.possible():
+    if _switched_off() or not parent.possible():
         _become(resolved, its_environment)
     _watched(resolved, its_environment)
+
+
+def _switched_off() -> bool:
+    with contextlib.suppress(ValueError):  # refused below, where it can be told in words
+        return switch.is_off()
+    return False
 
 
 def _with_hook(path: str) -> str:

@@ -44,7 +44,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "the same, also what DeepSpeed itself makes of it: what was reduced before has arrived wherever a method of "
         "the optimizer's reads it. Reading its tensors past its methods, before the next epilogue, needs a wait on a "
         "device with streams, as it does with DeepSpeed alone",
-        "tests/engine/loops.py: batch, throw_away",
+        "tests/engine/loops.py: batches, throw_away",
     ),
     (
         "Ctrl-C while a path works",
@@ -69,7 +69,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "layers frozen and unfrozen; experts that are not used",
         "the same",
-        "tests/engine/loops.py: freeze, batch",
+        "tests/engine/loops.py: freeze, batches",
     ),
     (
         "checkpoints saved and loaded",
