@@ -96,6 +96,15 @@ def _dead(loop: Loops) -> None:
     _pass(loop)
 
 
+def _finalized(loop: Loops) -> None:
+    """With unmanaged accumulation the step is the boundary, which takes fp32 gradients from the buffer."""
+    _pass(loop, fails=1)
+    _step(loop)
+    _pass(loop)
+    _pass(loop)
+    _step(loop)
+
+
 def _gan(loop: Loops) -> None:
     """Another engine's backward pass leaves gradients here; after a loss of two forwards no epilogue follows."""
     _pass(loop, forwards=2)
@@ -144,6 +153,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     differs: str = "fp32 gradient"
     """What is another one then, whatever else may be."""
     accumulation: int = 1
+    managed: bool = True
 
     def differences(self, fault: str | None = None) -> list[str]:
         """With the package as it is, or without a part of it."""
@@ -163,6 +173,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
                 bucket=10,
                 clipping=0.05,
                 offload_param=True,
+                managed=self.managed,
             )
             self.loop(loop)
             return list(loop.differences())
@@ -183,6 +194,9 @@ LOOPS = {
     ),
     "pass that raises, then a step": Known(
         loop=_stepped, spec="late pinned", without="wait", differs="master weights"
+    ),
+    "pass that raises, then an unmanaged step": Known(
+        loop=_finalized, spec="late pinned", managed=False, without="wait", differs="master weights"
     ),
     "norms of a dead pass": Known(
         loop=_dead, spec="late staged host sums", accumulation=2, without="settle", differs="norm"

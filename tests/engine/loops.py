@@ -221,7 +221,7 @@ class Experts(nn.Module):
 
 
 def config(
-    dtype: str, accumulation: int, bucket: int, clipping: float, offload_param: bool
+    dtype: str, accumulation: int, bucket: int, clipping: float, offload_param: bool, managed: bool
 ) -> dict[str, Any]:
     """ZeRO-3 with small sub-groups."""
     zero: dict[str, Any] = {
@@ -233,7 +233,9 @@ def config(
     }
     if offload_param:
         zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+    unmanaged = {} if managed else {"managed_gradient_accumulation": False}
     return {
+        **unmanaged,
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": accumulation,
         "bf16": {"enabled": dtype == "bf16"},
@@ -364,6 +366,7 @@ class Loops(RuleBasedStateMachine):
         bucket=st.sampled_from([10, 10, 300, 10**6]),
         clipping=st.sampled_from([0.0, 0.05]),
         offload_param=st.booleans(),
+        managed=st.sampled_from([True, True, True, False]),
     )
     def begin(self, spec: str, check: bool, dtype: str, accumulation: int, **more: Any) -> None:
         """The same weights twice."""
