@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from autotune_offload.engine import overflow
 from autotune_offload.engine.delivery import Delivery
 from autotune_offload.engine.passes import Passes
 from autotune_offload.engine.replacement import Replacement
@@ -37,7 +38,16 @@ from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
 from autotune_offload.paths.accumulation import Moment
 from autotune_offload.paths.path import Spec
-from autotune_offload.upstream import AWAY, DESTROY, EPILOGUE, NORMS, PARTITION, READERS, STEP_BEGINS
+from autotune_offload.upstream import (
+    AWAY,
+    DESTROY,
+    EPILOGUE,
+    NORMS,
+    OVERFLOW,
+    PARTITION,
+    READERS,
+    STEP_BEGINS,
+)
 
 _KEPT_TIMES = 100
 
@@ -200,6 +210,9 @@ class Attachment:
                 self._passes.stepped()
             elif name == AWAY:
                 self._delivery.norms.make_all_exact()
+            elif name == OVERFLOW:
+                former = self._methods.former(name)
+                return overflow.by_extremes(self.stage3.optimizer, former, *args, **kwargs)
         return self._methods.former(name)(*args, **kwargs)
 
     # -- one partition --
