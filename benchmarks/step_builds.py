@@ -2,9 +2,10 @@
 
     python -m benchmarks.step_builds [--elements 33554432] [--rounds 15] [--json]
 
-Builds: what `-march=native` makes of it (used), the same with 512-bit vectors preferred, and AVX2 with fused multiply-add
-(x86-64-v3). Each runs the whole pass (scale, AdamW, bf16) over the same memory by as many threads as there are cores, in
-turn in changing order; all leave the same bits, which is checked. Builds that this processor cannot run are left out.
+Builds: what `-march=native` makes of it (used), the same with 512-bit vectors preferred, and AVX2 with fused
+multiply-add (x86-64-v3). Each runs the whole pass (scale, AdamW, bf16) over memory of its own by as many threads as
+there are cores, in turn in changing order; all leave the same bits, which is checked. What this processor cannot run is
+left out.
 """
 
 from __future__ import annotations

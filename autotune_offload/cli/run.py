@@ -63,13 +63,18 @@ def command(*, environment: bool, as_json: bool, command: tuple[str, ...]) -> No
     if not command:
         raise click.UsageError("no command; expected a script, -m MODULE, or a launcher and its arguments")
     resolved = _resolved(command)
-    with contextlib.suppress(ValueError):  # what says neither is refused by `initialize`, in words
-        if switch.is_off():
-            _become(resolved, dict(os.environ))
+    if _switched_off():
+        _become(resolved, dict(os.environ))
     its_environment = {**os.environ, **variables}
     if not parent.possible():
         _become(resolved, its_environment)
     _watched(resolved, its_environment)
+
+
+def _switched_off() -> bool:
+    with contextlib.suppress(ValueError):  # refused below, where it can be told in words
+        return switch.is_off()
+    return False
 
 
 def _with_hook(path: str) -> str:

@@ -248,11 +248,12 @@ def test_a_sitecustomize_that_ours_hides_runs_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("word", "there"), [("0", False), ("Off", False), ("on", True), ("flase", True)])
 def test_switched_off_nothing_is_put_in_place(word: str, there: bool) -> None:
-    """AUTOTUNE_OFFLOAD=0 leaves Python's imports and memory alone; a word that nobody knows is refused later."""
+    """Off leaves Python's imports and memory alone and says nothing; a word that nobody knows is refused later."""
     source = f"import os, sys; print([type(e).__name__ for e in sys.meta_path], os.getenv({HUGE_PAGES!r}))"
     found = done(*RUN, "--", sys.executable, "-c", source, AUTOTUNE_OFFLOAD=word)
     assert found.returncode == 0 and ("WhenImported" in found.stdout) is there
     assert found.stdout.endswith("1\n" if there else "None\n")
+    assert ("autotune-offload run:" in found.stderr) is there
 
 
 FAKE_DEEPSPEED = {
