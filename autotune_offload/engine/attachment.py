@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from autotune_offload.engine import overflow
 from autotune_offload.engine.delivery import Delivery
 from autotune_offload.engine.passes import Passes
 from autotune_offload.engine.replacement import Replacement
@@ -43,6 +44,7 @@ from autotune_offload.upstream import (
     EPILOGUE,
     FINALIZE,
     NORMS,
+    OVERFLOW,
     PARTITION,
     READERS,
     STEP_BEGINS,
@@ -249,6 +251,9 @@ class Attachment:
                 self._count_deferred()
             elif name == AWAY:
                 self._delivery.norms.make_all_exact()
+            elif name == OVERFLOW:
+                former = self._methods.former(name)
+                return overflow.by_extremes(self.stage3.optimizer, former, *args, **kwargs)
         return self._methods.former(name)(*args, **kwargs)
 
     # -- one partition --
