@@ -155,7 +155,7 @@ def test_a_device_synchronize_waits_for_every_stream() -> None:
     device.synchronize_stream()
     assert device.now() - before == pytest.approx(20e-6)
     device.synchronize()
-    assert device.now() == pytest.approx(done + 57e-6)
+    assert device.now() == pytest.approx(done + device.machine.sync.device_us * 1e-6)
 
 
 def test_both_directions_share_what_the_link_carries_together() -> None:
