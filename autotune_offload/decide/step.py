@@ -133,9 +133,14 @@ def _noise(measurements: Measurements) -> float:
 
 
 def _by_tie_rule(able: Sequence[StepCandidate], noise: float) -> StepCandidate:
-    """Within the noise of the fastest: what page-locks less, then the fewest threads."""
-    near = [c for c in able if _predicted(c) <= _predicted(able[0]) * (1 + noise)]
-    return min(near, key=lambda c: (_PINS[c.back], c.threads, _predicted(c)))
+    """The fewest threads within the noise of the fastest; with these, what page-locks less, unless that takes longer.
+
+    Two ways home of the same pass have its scatter in common, so that it makes no tie of them.
+    """
+    threads = min(c.threads for c in able if _predicted(c) <= _predicted(able[0]) * (1 + noise))
+    same = [c for c in able if c.threads == threads]
+    near = [c for c in same if _predicted(c) <= _predicted(same[0]) * (1 + _TIE)]
+    return min(near, key=lambda c: _PINS[c.back])
 
 
 # -- in words -------------------------------------------------------------------------------------
@@ -171,7 +176,7 @@ def _reasons(
         if fastest is not chosen:
             yield (
                 f"{words(fastest)} should take {units.duration(fastest.predicted_seconds)}, within the noise of "
-                f"{units.percent(noise)}: a near tie goes to what page-locks less, then to fewer threads"
+                f"{units.percent(noise)}: a near tie goes to fewer threads, and to what page-locks less"
             )
     barred = [c for c in ours if c.rejected is not None]
     if barred:

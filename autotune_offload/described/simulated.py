@@ -25,8 +25,7 @@ from autotune_offload.described.speeds import (
     COLD_NARROWING,
     COPY_TRAFFIC,
     PASS_TRAFFIC,
-    ROUNDED_BYTES,
-    SCALED_TRAFFIC,
+    SCALING_TRAFFIC,
     Direction,
     speeds,
 )
@@ -246,13 +245,11 @@ class SimulatedDevice(ClockedDevice):
         self, memory: adam.Memory, values: adam.Constants, rounded: torch.dtype | None, done: bytearray
     ) -> adam.Piece:
         """Each piece takes the time that its bytes take through memory; the values come where they are looked at."""
-        traffic = SCALED_TRAFFIC if values.scales else PASS_TRAFFIC
+        traffic = PASS_TRAFFIC + SCALING_TRAFFIC * bool(values.scales) + (rounded.itemsize if rounded else 0)
         real = None if self._timed_only else adam.piece_of(memory, values, rounded, done)
 
         def piece(begin: int, end: int, number: int, to: Tensor | None) -> None:
-            size = int(
-                (end - begin) * (traffic - (0 if rounded is not None else ROUNDED_BYTES)) / COPY_TRAFFIC
-            )
+            size = int((end - begin) * traffic / COPY_TRAFFIC)
             self._through_memory(size, self.speeds.copy_one, self.speeds.copy_all, COPY_TRAFFIC)
             if real is not None:
                 real(begin, end, number, to)

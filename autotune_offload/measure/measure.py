@@ -68,7 +68,7 @@ def measure(
         MeasurementError: a copy gave wrong bytes, or a synchronize did not wait.
         BudgetError: not even the smallest size could be timed.
     """
-    started = device.now()
+    started, report = device.now(), progress or silent
     whole = plan.budget_seconds * plan.measure_share
     seconds = whole * (1 - STEP_SHARE) if step else whole
     check_synchronize(device)
@@ -76,13 +76,13 @@ def measure(
     why_not_pinned = why_nothing_pins(device, pin_bytes, rehearsed)
     pin = pin_cost(device, pin_bytes, why_not_pinned, device.now() + seconds * _PIN_SHARE, rehearsed)
     with open_arenas(device, plan, seconds, cache_bytes, memory_bytes, pin.largest_bytes) as arenas:
-        session = Session(device, plan, arenas, started + seconds, dtype, progress or silent)
+        session = Session(device, plan, arenas, started + seconds, dtype, _until(report, seconds / whole))
         transfers = session.transfers()
         casts = session.casts()
         sync = sync_cost(device, plan.max_samples, started + seconds)
     rates = None
     if step:
-        (progress or silent)("the optimizer's pass", 1 - STEP_SHARE)
+        report("the optimizer's pass", 1 - STEP_SHARE)
         rates = step_rates(
             device, plan, dtype, cache_bytes=cache_bytes, memory_bytes=memory_bytes, deadline=started + whole
         )
@@ -100,6 +100,11 @@ def measure(
         seconds=device.now() - started,
         step=rates,
     )
+
+
+def _until(report: Progress, share: float) -> Progress:
+    """For a part of the whole that is so much of it."""
+    return lambda what, done: report(what, done * share)
 
 
 def pin_cap_bytes(plan: Plan, pinnable_bytes: int, memory_bytes: int) -> int:

@@ -67,13 +67,15 @@ def step_rates(
     if isinstance(state, str):
         return StepRates(threads=threads, why_no_pass=state)
     now = device.now()
-    narrowings = tuple(_narrowings(device, plan, state, now + (deadline - now) * _CASTS_SHARE))
-    why_not, passes = device.why_no_pass(dtype), []
+    narrowings: list[Narrowing] = []
+    passes: list[PassRate] = []
+    why_not = device.why_no_pass(dtype)
     try:
-        passes = [] if why_not else list(_passes(device, plan, state, deadline))
+        narrowings += _narrowings(device, plan, state, now + (deadline - now) * _CASTS_SHARE)
+        passes += [] if why_not else _passes(device, plan, state, deadline)
     except (RuntimeError, MemoryError, OSError) as error:
         why_not = f"it failed ({in_words(error)})"
-    return StepRates(narrowings=narrowings, passes=tuple(passes), threads=threads, why_no_pass=why_not)
+    return StepRates(narrowings=tuple(narrowings), passes=tuple(passes), threads=threads, why_no_pass=why_not)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,7 +192,7 @@ def words(candidate: StepCandidate) -> str:
         return "DeepSpeed's own step"
     said = f"one compiled pass with {units.threads(candidate.threads)}"
     if candidate.back == "staged":
-        return f"{said}, 16-bit weights through {units.size(candidate.pinned_bytes)} of page-locked buffers"
+        return f"{said}, weights through {units.size(candidate.pinned_bytes)} of page-locked buffers"
     if candidate.back == "direct":
-        return f"{said}, 16-bit weights through pageable buffers"
+        return f"{said}, weights through pageable buffers"
     return said

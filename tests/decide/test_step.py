@@ -154,3 +154,15 @@ def test_every_candidate_has_its_words() -> None:
     said = {words(c) for c in decided().candidates}
     assert len(said) == len(decided().candidates)
     assert "DeepSpeed's own step" in said
+
+
+def test_scatter_makes_no_tie_of_two_ways_home() -> None:
+    """Both have the same pass: what the driver copies once more is seen however much passes scatter."""
+    found = with_passes("t4_pcie3", {5: 0.05, 1: 0.25})
+    assert found.step is not None
+    passes = tuple(structs.replace(p, raw_seconds=(0.9, 1.0, 1.1, 1.2, 0.8)) for p in found.step.passes)
+    noisy = structs.replace(found, step=structs.replace(found.step, passes=passes))
+    assert (decided("t4_pcie3", measured=noisy).threads, decided("t4_pcie3", measured=noisy).back) == (
+        5,
+        "staged",
+    )
