@@ -109,6 +109,7 @@ def test_the_data_keeps_to_the_memory() -> None:
     """Twenty bytes a weight, and at least a piece."""
     found = rates(simulated(), memory_bytes=20 * 3 * PIECE_ELEMENTS)
     assert {p.elements for p in found.passes} == {3 * PIECE_ELEMENTS}
+    assert [p.threads for p in found.passes] == [1]  # with more threads each would have but one piece
 
 
 @pytest.mark.parametrize("step", [True, False])
