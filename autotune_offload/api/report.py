@@ -128,7 +128,12 @@ def _counted(path: Status) -> list[str]:
     start, last = path.tally.since_start, path.tally.last_accumulation
     words = []
     if start != Shares():
-        words = [f"to fp32 in the last accumulation {_shares(last)}, since the start {_shares(start)}"]
+        over = path.why_not is not None or path.ended is not None
+        words = [
+            f"to fp32 until then {_shares(start)}"
+            if over
+            else f"to fp32 in the last accumulation {_shares(last)}, since the start {_shares(start)}"
+        ]
     if path.left_to_deepspeed:
         left = f"{path.left_to_deepspeed:,} times a partition was left to DeepSpeed's own code"
         words.append(f"{left}, since the path does not do it exactly or has failed")

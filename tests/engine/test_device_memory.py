@@ -73,7 +73,7 @@ def trained(meter: Meter, engine: Engine, dtype: torch.dtype, accumulation: int)
             for number in range(BUCKETS):
                 bucket = meter.watch(torch.full((A_BUCKET * ELEMENTS,), 0.5 + step, dtype=dtype))
                 params = z.parameters[number * A_BUCKET : (number + 1) * A_BUCKET]
-                z.partition_grads(params, list(bucket.split(ELEMENTS)))
+                z.partition_grads(params, list(torch.split(bucket, ELEMENTS)))
                 del bucket
             z.independent_gradient_partition_epilogue()
         z.step()
