@@ -49,6 +49,7 @@ class Report(Record, frozen=True, kw_only=True):
         choice = self.profile.choice
         words = f"path {choice.path}, cast on the {choice.cast}"
         lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self.carrier()}"]
+        lines += [self.carried()] * bool(self.carried())
         lines += [f"steps made {self.stepper()}"] * (self.step is not None)
         lines.append("why:")
         return lines + [f"  - {reason}" for reason in choice.reasons]
@@ -67,7 +68,11 @@ class Report(Record, frozen=True, kw_only=True):
         if path.stock_link_bytes:
             share = path.link_bytes / path.stock_link_bytes
             words.append(f"{share:.0%} of the bytes that DeepSpeed would move over the link")
-        return "; ".join([*words, *_counted(path)])
+        return "; ".join(words)
+
+    def carried(self) -> str:
+        """Who has taken how much to fp32, now and since the start, in a few words; empty before anything was."""
+        return "" if self.path is None else "; ".join(_counted(self.path))
 
     def stepper(self) -> str:
         """By whom optimizer steps are made, and what is known of it so far, in a few words."""
@@ -130,9 +135,9 @@ def _counted(path: Status) -> list[str]:
     if start != Shares():
         over = path.why_not is not None or path.ended is not None
         words = [
-            f"to fp32 until then {_shares(start)}"
+            f"taken to fp32 until then: {_shares(start)}"
             if over
-            else f"to fp32 in the last accumulation {_shares(last)}, since the start {_shares(start)}"
+            else f"taken to fp32 in the last accumulation: {_shares(last)}; since the start: {_shares(start)}"
         ]
     if path.left_to_deepspeed:
         left = f"{path.left_to_deepspeed:,} times a partition was left to DeepSpeed's own code"

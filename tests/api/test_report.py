@@ -27,6 +27,7 @@ from tests.engine.test_attach import (
     gradients,
     on_host,
 )
+from tests.factories import make_profile
 from tests.fakes import DeferredDevice
 
 ALL = Carried(partitions=len(SIZES), bytes=2 * sum(SIZES))
@@ -62,7 +63,7 @@ Unmanaged.__module__ = DeepSpeedZeroOptimizer_Stage3.__module__
 def tuned(engine: Engine | None = None, **options: Any) -> Engine:
     """An engine as `initialize` leaves it: with a path, and a report that knows of it."""
     engine = engine or Engine()
-    reports[engine] = Report(profile=None, path=attached(engine, **options))
+    reports[engine] = Report(profile=make_profile(), path=attached(engine, **options))
     return engine
 
 
@@ -74,8 +75,10 @@ def train(engine: Engine, steps: int) -> None:
 
 
 def words(engine: Engine) -> str:
-    """What is said of who carries."""
-    return report(engine).carrier()
+    """What is said of who carries, and how much: both stand in the text."""
+    found = report(engine)
+    assert {f"carried out {found.carrier()}", found.carried()} <= set(found.text().splitlines())
+    return f"{found.carrier()}; {found.carried()}"
 
 
 def test_who_carried_how_much_is_told_now_and_since_the_start() -> None:
@@ -96,7 +99,10 @@ def test_who_carried_how_much_is_told_now_and_since_the_start() -> None:
     assert (start.path.partitions, start.path.bytes) == (2 * ALL.partitions, 2 * ALL.bytes)
     text = words(engine)
     assert text.startswith("in the running optimizer")
-    assert f"in the last accumulation {IN_WORDS} by the path, since the start 6 partitions" in text
+    assert (
+        f"taken to fp32 in the last accumulation: {IN_WORDS} by the path; since the start: 6 partitions"
+        in text
+    )
     assert f"{IN_WORDS} by DeepSpeed's own code and {IN_WORDS} by both, compared" in text
 
 
@@ -128,7 +134,7 @@ def test_a_path_that_was_taken_out_carries_nothing(end: Any, why: str) -> None:
     train(engine, 3)
     text = words(engine)
     assert text.startswith(f"by DeepSpeed's own code, with the keys below: {why}")
-    assert "running optimizer" not in text and "to fp32 until then 6 partitions" in text
+    assert "running optimizer" not in text and "to fp32 until then: 6 partitions" in text
     assert "last accumulation" not in text
     assert "running optimizer" not in report(engine).text()
 
@@ -142,12 +148,12 @@ def test_somebody_elses_method_in_place_of_ours_is_told() -> None:
     train(engine, 2)
     wrapped = words(engine)
     assert wrapped.startswith("by somebody else's partition_grads, put in place after the path was attached")
-    assert f"in the last accumulation {IN_WORDS} by the path" in wrapped
+    assert f"in the last accumulation: {IN_WORDS} by the path" in wrapped
     vars(engine.optimizer)["partition_grads"] = lambda p, g: own(engine.optimizer, p, g)
     train(engine, 3)
     replaced = words(engine)
     assert replaced.startswith("by somebody else's partition_grads")
-    assert "in the last accumulation none, since the start 12 partitions" in replaced
+    assert "in the last accumulation: none; since the start: 12 partitions" in replaced
     detach(engine)
     assert words(engine).startswith("by somebody else's partition_grads")
 

@@ -229,8 +229,7 @@ class Counted(Loops):
     def begin(self, spec: str, check: bool, dtype: str, accumulation: int, bucket: int, offload_param: bool,
               pins: bool, managed: bool) -> None:  # fmt: skip
         """The same weights twice."""
-        wanted = config(dtype, accumulation, bucket, 0.05, offload_param)
-        wanted["managed_gradient_accumulation"] = managed
+        wanted = config(dtype, accumulation, bucket, 0.05, offload_param, managed)
         for name in ("offload_optimizer", "offload_param"):
             if name in wanted["zero_optimization"]:
                 wanted["zero_optimization"][name]["pin_memory"] = pins
