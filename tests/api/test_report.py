@@ -15,6 +15,7 @@ from autotune_offload import units
 from autotune_offload.api.page_locked import page_locked
 from autotune_offload.api.report import Report, report, reports
 from autotune_offload.engine.attach import detach
+from autotune_offload.engine.delivery import Delivery
 from autotune_offload.engine.tally import Carried
 from autotune_offload.records import to_plain
 from tests.engine.test_attach import (
@@ -191,6 +192,26 @@ def test_what_was_left_to_deepspeed_is_said_in_words() -> None:
     text = words(engine)
     assert text.startswith("by DeepSpeed's own code in the last accumulation")
     assert "3 times a partition was left to DeepSpeed's own code" in text
+
+
+def test_a_partition_that_is_padding_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the path carries the others, DeepSpeed's own code is being timed, or the path fails at the first."""
+    engine = tuned()
+    padding = engine.optimizer.parameters[2]
+    vars(engine.optimizer)["_get_param_partition_rank"] = lambda param: int(param is padding)
+    train(engine, 3)
+    tally = report(engine).path.tally.since_start  # type: ignore[union-attr]
+    assert [of.partitions for of in (tally.compared, tally.deepspeed, tally.path)] == [2, 2, 2]
+
+    def prepare(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Delivery, "prepare", prepare)
+    z = engine.optimizer
+    z.partition_grads([z.parameters[0], padding], [gradients(1)[0], gradients(1)[2]])
+    path = report(engine).path
+    assert path is not None and "no memory" in str(path.why_not)
+    assert (path.left_to_deepspeed, path.tally.since_start.deepspeed.partitions) == (1, 3)
 
 
 def test_the_report_is_plain_data_too() -> None:
