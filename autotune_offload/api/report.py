@@ -60,6 +60,8 @@ class Report(Record, frozen=True, kw_only=True):
         if path is None:
             return "by DeepSpeed's own code, with the keys below"
         words = [_by_whom(path)]
+        if path.why_not is not None or path.ended is not None or path.replaced:
+            return words[0]  # what was found and timed was the path's
         check = path.check
         if check is not None and check.partitions and check.mismatch is None:
             words.append(f"the first {check.partitions} partitions were DeepSpeed's own to the last bit")

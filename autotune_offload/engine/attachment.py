@@ -151,8 +151,7 @@ class Attachment:
         self._methods.take_out()
         self._delivery.end()
         self._checks = None
-        if self.status.why_not is None:
-            self.status.ended = why
+        self.status.ended = why if self.status.why_not is None else None
         return True
 
     def give_up(self, cause: str) -> None:
@@ -292,10 +291,7 @@ class Attachment:
             self._count_link(gradient, low, moment)
 
     def carry_piece(self, param: Any, gradient: Tensor, moment: Moment, piece: slice) -> bool:
-        """The same of a piece of one, as if there were no more of it; False where the path has failed.
-
-        Returns when it has arrived. Its norm stands where that of the partition belongs.
-        """
+        """The same of a piece, as if there were no more of it, and its norm; there when this returns, or False."""
         destination = self.stage3.destination(param, gradient)
         assert destination is not None
         self._delivery.settle(param)
@@ -307,6 +303,8 @@ class Attachment:
             self.drain()
         except Exception as error:
             self._path_failed(error)
+        if self.active:
+            self._count_link(values, low, moment)
         return self.active
 
     def count(self, by: By, param: Any, gradient: Tensor, moment: Moment) -> None:
