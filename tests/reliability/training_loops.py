@@ -55,7 +55,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "unmanaged accumulation (`managed_gradient_accumulation: false`)",
-        "the same: the accumulation buffer is filled by the path, and at the step DeepSpeed's own code takes it to fp32",
+        "the same: a path fills the accumulation buffer, and at the step DeepSpeed's own code takes it to fp32",
         "tests/engine/known.py: _finalized",
     ),
     (
