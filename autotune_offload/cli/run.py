@@ -21,6 +21,9 @@ from autotune_offload.cli.output import emit_json
 HOOK = Path(__file__).resolve().parents[1] / "api" / "hook"
 """The folder whose `sitecustomize` Python runs at its start where it is on PYTHONPATH."""
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch asks the kernel for huge pages behind its host memory where this is 1 when a process starts."""
+
 
 @click.command(
     "run",
@@ -43,7 +46,10 @@ def command(*, environment: bool, as_json: bool, command: tuple[str, ...]) -> No
 
     --json goes with --environment alone, since stdout is COMMAND's.
     """
-    variables = {"PYTHONPATH": _with_hook(os.environ.get("PYTHONPATH", ""))}
+    variables = {
+        "PYTHONPATH": _with_hook(os.environ.get("PYTHONPATH", "")),
+        HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
+    }
     if environment:
         if command:
             raise click.UsageError("--environment runs nothing; leave the command out")
@@ -56,8 +62,11 @@ def command(*, environment: bool, as_json: bool, command: tuple[str, ...]) -> No
         )
     if not command:
         raise click.UsageError("no command; expected a script, -m MODULE, or a launcher and its arguments")
-    resolved, its_environment = _resolved(command), {**os.environ, **variables}
-    if _switched_off() or not parent.possible():
+    resolved = _resolved(command)
+    if _switched_off():
+        _become(resolved, dict(os.environ))
+    its_environment = {**os.environ, **variables}
+    if not parent.possible():
         _become(resolved, its_environment)
     _watched(resolved, its_environment)
 

@@ -21,7 +21,6 @@ import functools
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ from autotune_offload.engine.passes import Passes
 from autotune_offload.engine.replacement import Replacement
 from autotune_offload.engine.self_check import Checks, SelfCheck
 from autotune_offload.engine.stage3 import Stage3
+from autotune_offload.engine.tally import By, Counter, Tally
 from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
 from autotune_offload.paths.accumulation import Moment
@@ -42,6 +42,7 @@ from autotune_offload.upstream import (
     AWAY,
     DESTROY,
     EPILOGUE,
+    FINALIZE,
     NORMS,
     OVERFLOW,
     PARTITION,
@@ -55,18 +56,28 @@ _log = logging.getLogger("autotune_offload")
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """What an attached path has done so far. Times are host seconds in one backward pass."""
+    """What an attached path has done so far. Times are host seconds in one backward pass.
+
+    Every value is put in place as a whole and never changed afterwards, so that another thread may read and copy it.
+    """
 
     why_not: str | None = None
-    """Why DeepSpeed's own code runs: from the start, or since the path was taken out."""
+    """Why DeepSpeed's own code runs: from the start, or since the path has failed."""
+    ended: str | None = None
+    """Why the path carries nothing any more though it has not failed: it was detached, or the engine destroyed."""
+    replaced: tuple[str, ...] = ()
+    """Methods that somebody else has put in place of ours since: what they do with gradients is not known here."""
     check: SelfCheck | None = None
     """None until a backward pass that ends an accumulation has been compared; grows with each new kind of pass."""
-    backward_seconds: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
-    """Without the passes in which DeepSpeed's own code ran, for comparison or for its time."""
-    stock_backward_seconds: list[float] = msgspec.field(default_factory=list)
+    tally: Tally = Tally()
+    """Who carried how many partitions and bytes, now and since the start."""
+    backward_seconds: tuple[float, ...] = ()
+    """The latest hundred, without the passes in which DeepSpeed's own code ran, for comparison or for its time."""
+    stock_backward_seconds: tuple[float, ...] = ()
     """The same of DeepSpeed's own code, in the one accumulation after the self-check that was left to it."""
     link_bytes: int = 0
-    """Moved between device and host for the gradients that the path carried; 0 where they share memory."""
+    """Moved between device and host for the gradients that came to the path, by it or, where DeepSpeed takes them on to
+    fp32 later, by both; 0 where they share memory. Values of gradients alone: no norms."""
     stock_link_bytes: int = 0
     """What DeepSpeed's own code would have moved for the same gradients."""
     left_to_deepspeed: int = 0
@@ -89,6 +100,7 @@ class Attachment:
         self._methods = Replacement(engine.optimizer)
         self._delivery = Delivery(self.stage3, device, choice, self._path_failed)
         self._passes = Passes()
+        self._counter = Counter()
         self._checks = Checks(self) if check else None
         self._times_stock = False
         self._seconds = 0.0
@@ -110,7 +122,23 @@ class Attachment:
             }
         )
 
-    def remove(self) -> bool:
+    def look(self) -> None:
+        """Note in the status who is called now; from any thread."""
+        if self.active:
+            names = [name for name in (PARTITION, EPILOGUE) if not self._methods.is_ours(name)]
+            self.status.replaced = tuple(names)
+
+    def _publish(self) -> None:
+        tally = self._counter.changed()
+        if tally is not None:
+            self.status.tally = tally
+
+    @property
+    def pinned_bytes(self) -> dict[str, int]:
+        """What is page-locked for the path now, by what it is for."""
+        return self._delivery.pinned_bytes if self.active else {}
+
+    def remove(self, why: str) -> bool:
         """Put DeepSpeed's methods back, finish what is under way, and give the buffers back.
 
         A method that somebody has wrapped since stays, and does what DeepSpeed's own does. False where
@@ -118,9 +146,13 @@ class Attachment:
         """
         if not self.active:
             return False
+        self.look()
+        self._publish()
         self._methods.take_out()
         self._delivery.end()
         self._checks = None
+        if self.status.why_not is None:
+            self.status.ended = why
         return True
 
     def give_up(self, cause: str) -> None:
@@ -129,7 +161,7 @@ class Attachment:
             return
         self.status.why_not = cause
         _log.warning("autotune-offload: %s; from here on DeepSpeed's own code carries the gradients", cause)
-        self.remove()
+        self.remove(cause)
 
     def _path_failed(self, error: BaseException) -> None:
         self.give_up(f"the {self._choice.path} path failed ({in_words(error)})")
@@ -148,13 +180,17 @@ class Attachment:
         if not self.active:
             return list(self._methods.former(PARTITION)(params_to_release, grad_partitions))
         began = time.perf_counter()
+        moment = Moment(self.stage3.at_first, self.stage3.at_boundary)
         if self._times_stock:
+            for param, gradient in zip(params_to_release, grad_partitions, strict=False):
+                if self.stage3.holds_data(param):
+                    self.count("deepspeed", param, gradient, moment)
             buffers = self.stock(params_to_release, grad_partitions)
         else:
             buffers = []
-            moment = Moment(self.stage3.at_first, self.stage3.at_boundary)
             for param, gradient in zip(params_to_release, grad_partitions, strict=False):
                 buffers += self._one(param, gradient, moment)
+        self._publish()
         self._seconds += time.perf_counter() - began
         return buffers
 
@@ -185,7 +221,7 @@ class Attachment:
         """One backward pass: first until the self-check is made, then one accumulation of DeepSpeed's, then ours."""
         boundary = self.stage3.at_boundary
         if self._times_stock:
-            self.status.stock_backward_seconds.append(seconds)
+            self.status.stock_backward_seconds += (seconds,)
             self._times_stock = not boundary
             return
         first = self._checks is not None and self.status.check is None
@@ -194,10 +230,10 @@ class Attachment:
             self.status.check = self._checks.result()
             self._times_stock = first
         elif not first:
-            self.status.backward_seconds.append(seconds)
+            self.status.backward_seconds = (*self.status.backward_seconds, seconds)[-_KEPT_TIMES:]
 
     def _destroy(self) -> None:
-        self.remove()
+        self.remove("the engine was destroyed")
         self._methods.former(DESTROY)()
 
     def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -208,6 +244,11 @@ class Attachment:
                 self._delivery.norms.make_exact_where_it_shows(*args, **kwargs)
             elif name == STEP_BEGINS:
                 self._passes.stepped()
+                self._counter.stepped()
+                self._publish()
+                self.look()
+            elif name == FINALIZE:
+                self._count_deferred()
             elif name == AWAY:
                 self._delivery.norms.make_all_exact()
             elif name == OVERFLOW:
@@ -225,7 +266,7 @@ class Attachment:
         param.grad = None
         return buffers
 
-    def carry(self, param: Any, gradient: Tensor, moment: Moment) -> list[Tensor]:
+    def carry(self, param: Any, gradient: Tensor, moment: Moment, by: By = "path") -> list[Tensor]:
         """Accumulate one partition's gradient, and at the boundary offload it; DeepSpeed's buffer view."""
         destination = self.stage3.destination(param, gradient)
         if destination is None:
@@ -242,11 +283,48 @@ class Attachment:
             return self.leave(param, gradient)
         self.stage3.saw(param)
         send()
-        if self.active:
-            self._count(gradient, low, moment)
+        self._sent(by, gradient, low, moment)
         return [low]
 
-    def _count(self, gradient: Tensor, low: Tensor, moment: Moment) -> None:
+    def _sent(self, by: By, gradient: Tensor, low: Tensor, moment: Moment) -> None:
+        """Count one partition that our code has carried, or delivered plainly when the path failed."""
+        self._counter.add(by if self.active else "path", low.nbytes, to_fp32=moment.boundary)
+        if self.active:
+            self._count_link(gradient, low, moment)
+
+    def carry_piece(self, param: Any, gradient: Tensor, moment: Moment, piece: slice) -> bool:
+        """The same of a piece of one, as if there were no more of it; False where the path has failed.
+
+        Returns when it has arrived. Its norm stands where that of the partition belongs.
+        """
+        destination = self.stage3.destination(param, gradient)
+        assert destination is not None
+        self._delivery.settle(param)
+        low = self.stage3.buffer(param, gradient)[piece]
+        values, goal = gradient.contiguous().view(-1)[piece], destination[piece]
+        try:
+            send = self._delivery.prepare(param, values, low, goal, moment)
+            send()
+            self.drain()
+        except Exception as error:
+            self._path_failed(error)
+        return self.active
+
+    def count(self, by: By, param: Any, gradient: Tensor, moment: Moment) -> None:
+        """One partition was moved."""
+        self._counter.add(by, self.stage3.buffer(param, gradient).nbytes, to_fp32=moment.boundary)
+
+    def _count_deferred(self) -> None:
+        """What unmanaged accumulation has summed, and DeepSpeed's own code takes to fp32 at the step."""
+        for low in self.stage3.deferred:
+            self._counter.add("deepspeed", low.nbytes, to_fp32=True)
+            if not self.device.shares_host_memory:
+                taken = low.nbytes + 4 * low.numel()
+                self.status.link_bytes += taken
+                self.status.stock_link_bytes += taken
+        self._publish()
+
+    def _count_link(self, gradient: Tensor, low: Tensor, moment: Moment) -> None:
         if not self.device.shares_host_memory:
             self.status.link_bytes += self._delivery.link_bytes(gradient, low, moment)
             self.status.stock_link_bytes += 2 * low.nbytes + (4 * low.numel() if moment.boundary else 0)
@@ -254,6 +332,7 @@ class Attachment:
     def leave(self, param: Any, gradient: Tensor) -> list[Tensor]:
         """One partition by DeepSpeed's own code, counted as left to it."""
         self.status.left_to_deepspeed += 1
+        self.count("deepspeed", param, gradient, Moment(self.stage3.at_first, self.stage3.at_boundary))
         return self.stock([param], [gradient])
 
     def stock(self, params: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:

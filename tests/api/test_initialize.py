@@ -10,7 +10,6 @@ import inspect
 import json
 import logging
 import types
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -698,7 +697,7 @@ def test_a_report_of_a_foreign_engine_says_so() -> None:
 )
 def test_the_report_tells_a_backward_pass_with_and_without_the_path(stock: list[float], words: str) -> None:
     """Means over what was measured; nothing where nothing was."""
-    path = Status(backward_seconds=deque([0.001, 0.003]), stock_backward_seconds=stock)
+    path = Status(backward_seconds=(0.001, 0.003), stock_backward_seconds=tuple(stock))
     assert words in api_report.Report(profile=None, path=path).carrier()
     assert ("without" in api_report.Report(profile=None, path=path).carrier()) is bool(stock)
     assert "backward" not in api_report.Report(profile=None, path=Status()).carrier()

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from autotune_offload.decide.candidates import PARAMETERS
-from autotune_offload.engine import self_check as selfcheck
 from autotune_offload.engine.attach import attach, detach, status, why_not_attachable
 from autotune_offload.engine.attachment import Status
 from autotune_offload.errors import PinError
@@ -594,28 +593,6 @@ def test_an_overflow_in_the_first_backward_is_no_mismatch(dtype: torch.dtype) ->
     assert found.check is not None and found.check.mismatch is None and found.check.partitions == 3
     assert math.isnan(float(engine.optimizer.norm_for_param_grads[0]))
     assert float(engine.optimizer.norm_for_param_grads[1]) == float("inf")
-
-
-def test_a_partition_too_large_to_compare_is_deepspeeds_until_another_was_equal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No value comes from a path that has never been compared."""
-    engine, stock = Engine(), Engine()
-    monkeypatch.setattr(selfcheck, "_CHECKED_ELEMENTS", 1000)
-    found = attached(engine)
-    for one in (engine, stock):
-        one.backward(list(gradients(1)), calls=1)
-    assert_same(engine, stock, buffer=False)
-    assert found.check is not None and (found.check.partitions, found.check.elements) == (2, 305)
-    assert found.left_to_deepspeed == 0
-    monkeypatch.setattr(selfcheck, "_CHECKED_ELEMENTS", 1)
-    again = attached(engine)
-    engine.optimizer.step()
-    engine.backward(gradients(2))
-    assert again.left_to_deepspeed == 3 and again.check is not None and again.check.partitions == 0
-    engine.optimizer.step()
-    engine.backward(gradients(3))
-    assert again.left_to_deepspeed == 3
 
 
 # -- failures in the middle of training -----------------------------------------------------------
