@@ -51,7 +51,9 @@ class Report(Record, frozen=True, kw_only=True):
         lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self.carrier()}"]
         lines += [f"steps made {self.stepper()}"] * (self.step is not None)
         lines.append("why:")
-        return lines + [f"  - {reason}" for reason in choice.reasons]
+        decided = self.profile.step if self.step is not None else None
+        reasons = (*choice.reasons, *(decided.reasons if decided is not None else ()))
+        return lines + [f"  - {reason}" for reason in reasons]
 
     def carrier(self) -> str:
         """By whom gradients are moved, and what is known of it so far, in a few words."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune_offload import units
+from autotune_offload.cli.steps import print_steps
 from autotune_offload.reports.alternatives import (
     Alternative,
     alternatives,
@@ -39,6 +40,7 @@ def print_profile(out: Console, profile: Profile, path: Path | None, *, plots: b
     print_costs(out, profile)
     print_alternatives(out, profile)
     print_accumulations(out, profile)
+    print_steps(out, profile, rates=True)
     print_choice(out, profile)
 
 

@@ -23,9 +23,13 @@ from autotune_offload.engine.toy_model import ModelSpec
 from autotune_offload.errors import MeasurementError
 from autotune_offload.records import Progress
 from autotune_offload.spread import interquartile_range
+from autotune_offload.upstream import OPTIMIZER_STEP, REASSIGN, UNSCALE
 
 Metric = Literal["step", "backward", "gradient_offload"]
 METRICS: tuple[Metric, ...] = ("step", "backward", "gradient_offload")
+Phase = Literal["unscale", "adam", "copy_back"]
+PHASES: dict[Phase, str] = {"unscale": UNSCALE, "adam": OPTIMIZER_STEP, "copy_back": REASSIGN}
+"""Of an optimizer step, by the method of DeepSpeed's that each is. The compiled pass does all in the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +45,21 @@ class Variant:
 
 
 def stock_config(
-    *, micro_batch: int, accumulation_steps: int = 1, dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    *,
+    micro_batch: int,
+    accumulation_steps: int = 1,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    torch_adam: bool = True,
 ) -> dict[str, Any]:
     """Plain ZeRO-3 with optimizer and parameters offloaded: a ds_config that says nothing more.
 
     The optimizer is torch's AdamW (`torch_adam`), on the host like DeepSpeedCPUAdam and reading the
-    same gradients, but with no C++ extension to compile first.
+    same gradients, but with no C++ extension to compile first. Without `torch_adam` it is DeepSpeedCPUAdam.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation_steps,
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": torch_adam}},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu"},
@@ -163,32 +171,48 @@ class Trainee:
     engine: Any
     clock: Clock
     offload_spans: list[tuple[Any, Any]] = field(default_factory=list)
+    phase_spans: dict[Phase, list[tuple[Any, Any]]] = field(default_factory=lambda: {p: [] for p in PHASES})
     losses: list[float] = field(default_factory=list)
+    phases: dict[Phase, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     seconds: dict[Metric, list[float]] = field(default_factory=lambda: {metric: [] for metric in METRICS})
 
-    def watch_offload(self) -> Callable[[], None]:
-        """Time every `partition_grads` of this engine, whoever supplies it; returns what undoes that."""
-        optimizer = self.engine.optimizer
-        inner, own = optimizer.partition_grads, "partition_grads" in vars(optimizer)
+    def watch(self) -> Callable[[], None]:
+        """Time every `partition_grads` and each phase of a step, whoever supplies them; returns what undoes that."""
+        undone = [self._watched("partition_grads", self.clock.mark, self.offload_spans)]
+        for phase, name in PHASES.items():
+            undone.append(self._watched(name, time.perf_counter, self.phase_spans[phase]))
 
-        def partition_grads(*args: Any, **kwargs: Any) -> Any:
-            start = self.clock.mark()
+        def undo() -> None:
+            for each in reversed(undone):
+                each()
+
+        return undo
+
+    def _watched(
+        self, name: str, mark: Callable[[], Any], spans: list[tuple[Any, Any]]
+    ) -> Callable[[], None]:
+        optimizer = self.engine.optimizer
+        inner, own = getattr(optimizer, name), name in vars(optimizer)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = mark()
             result = inner(*args, **kwargs)
-            self.offload_spans.append((start, self.clock.mark()))
+            spans.append((start, mark()))
             return result
 
         def undo() -> None:
             if own:
-                optimizer.partition_grads = inner
+                setattr(optimizer, name, inner)
             else:
-                del optimizer.partition_grads
+                delattr(optimizer, name)
 
-        optimizer.partition_grads = partition_grads
+        setattr(optimizer, name, timed)
         return undo
 
     def train(self, micro_batches: Tensor) -> None:
         """One optimizer step over micro-batches of shape (accumulation steps, batch, length + 1)."""
-        self.offload_spans.clear()
+        for spans in (self.offload_spans, *self.phase_spans.values()):
+            spans.clear()
         losses: list[Tensor] = []
         backward_spans: list[tuple[Any, Any]] = []
         self.clock.accelerator.synchronize()
@@ -213,6 +237,8 @@ class Trainee:
         self.seconds["step"].append(step_seconds)
         self.seconds["backward"].append(self.clock.seconds(backward_spans))
         self.seconds["gradient_offload"].append(self.clock.seconds(self.offload_spans))
+        for phase, spans in self.phase_spans.items():
+            self.phases[phase].append(math.fsum(end - start for start, end in spans))
 
 
 def start_trainees(
@@ -235,7 +261,7 @@ def start_trainees(
         if variant.prepare:
             variant.prepare(engine)
         trainee = Trainee(name=variant.name, engine=engine, clock=Clock(get_accelerator()))
-        cleanup.callback(trainee.watch_offload())
+        cleanup.callback(trainee.watch())
         trainees.append(trainee)
     return trainees
 
