@@ -124,9 +124,9 @@ class Attachment:
 
     def look(self) -> None:
         """Note in the status who is called now; from any thread."""
+        replaced = self._methods.replaced(PARTITION, EPILOGUE)
         if self.active:
-            names = [name for name in (PARTITION, EPILOGUE) if not self._methods.is_ours(name)]
-            self.status.replaced = tuple(names)
+            self.status.replaced = replaced
 
     def _publish(self) -> None:
         tally = self._counter.changed()
@@ -151,8 +151,7 @@ class Attachment:
         self._methods.take_out()
         self._delivery.end()
         self._checks = None
-        if self.status.why_not is None:
-            self.status.ended = why
+        self.status.ended = why if self.status.why_not is None else None
         return True
 
     def give_up(self, cause: str) -> None:
@@ -183,8 +182,7 @@ class Attachment:
         moment = Moment(self.stage3.at_first, self.stage3.at_boundary)
         if self._times_stock:
             for param, gradient in zip(params_to_release, grad_partitions, strict=False):
-                if self.stage3.holds_data(param):
-                    self.count("deepspeed", param, gradient, moment)
+                self.count("deepspeed", param, gradient, moment)
             buffers = self.stock(params_to_release, grad_partitions)
         else:
             buffers = []
@@ -293,10 +291,7 @@ class Attachment:
             self._count_link(gradient, low, moment)
 
     def carry_piece(self, param: Any, gradient: Tensor, moment: Moment, piece: slice) -> bool:
-        """The same of a piece of one, as if there were no more of it; False where the path has failed.
-
-        Returns when it has arrived. Its norm stands where that of the partition belongs.
-        """
+        """The same of a piece, as if there were no more of it, and its norm; there when this returns, or False."""
         destination = self.stage3.destination(param, gradient)
         assert destination is not None
         self._delivery.settle(param)
@@ -308,11 +303,15 @@ class Attachment:
             self.drain()
         except Exception as error:
             self._path_failed(error)
+        if self.active:
+            self._count_link(values, low, moment)
         return self.active
 
     def count(self, by: By, param: Any, gradient: Tensor, moment: Moment) -> None:
-        """One partition was moved."""
-        self._counter.add(by, self.stage3.buffer(param, gradient).nbytes, to_fp32=moment.boundary)
+        """One partition was moved, if it holds any data."""
+        if self.stage3.holds_data(param):
+            itemsize = self.stage3.optimizer.gradient_accumulation_dtype.itemsize
+            self._counter.add(by, gradient.numel() * itemsize, to_fp32=moment.boundary)
 
     def _count_deferred(self) -> None:
         """What unmanaged accumulation has summed, and DeepSpeed's own code takes to fp32 at the step."""
@@ -331,7 +330,7 @@ class Attachment:
 
     def leave(self, param: Any, gradient: Tensor) -> list[Tensor]:
         """One partition by DeepSpeed's own code, counted as left to it."""
-        self.status.left_to_deepspeed += 1
+        self.status.left_to_deepspeed += self.stage3.holds_data(param)
         self.count("deepspeed", param, gradient, Moment(self.stage3.at_first, self.stage3.at_boundary))
         return self.stock([param], [gradient])
 

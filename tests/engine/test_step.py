@@ -16,7 +16,13 @@ from torch import Tensor
 from autotune_offload.engine import step_attach, step_stage3
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.step_adam import in_fp32
-from autotune_offload.engine.step_attach import StepSpec, attach_step, detach_step, step_status
+from autotune_offload.engine.step_attach import (
+    StepSpec,
+    attach_step,
+    detach_step,
+    step_pinned_bytes,
+    step_status,
+)
 from autotune_offload.engine.step_check import CHECKED_STEPS, sampled
 from autotune_offload.machine import adam, compiled
 from autotune_offload.machine.device import Device
@@ -393,7 +399,8 @@ def test_weights_are_on_the_device_when_the_step_ends(
     )
     assert status.why_not is None
     assert device.most_pinned_bytes == (512 * (threads + 3) if page_lock else 0)
-    assert detach_step(engine) and device.pinned == {}
+    assert step_pinned_bytes(engine) == sum(device.pinned.values()) == device.most_pinned_bytes
+    assert detach_step(engine) and device.pinned == {} and step_pinned_bytes(engine) == 0
 
 
 def test_memory_that_cannot_be_locked_costs_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
