@@ -58,4 +58,4 @@ def test_a_wrong_step_is_regretted(profile: Profile) -> None:
     for threads, back in ((0, "direct"), (1, "staged")):
         wrong = structs.replace(profile.step, threads=threads, back=back)
         lost, _, best = described_step.regret(structs.replace(profile, step=wrong), device, 1 << 24)
-        assert lost > 1 and "7 threads" in best
+        assert lost > 0.5 and "7 threads" in best

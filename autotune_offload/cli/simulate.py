@@ -249,7 +249,8 @@ def _print_steps(out: Console, pairs: list[tuple[Machine, Profile]]) -> None:
             )
     out.print(grid)
     out.print(
-        "Predicted from what was timed; threads: host threads of each, DeepSpeed's own as launchers set them."
+        "Predicted from what was timed; threads: host threads of each. With several ranks DeepSpeed's own has one, "
+        "as launchers set it."
     )
 
 

@@ -232,6 +232,10 @@ class SimulatedDevice(ClockedDevice):
 
     # -- the optimizer's pass --
 
+    def threads_of_deepspeeds_step(self) -> int:
+        """What launchers set where they start several ranks on a host; one alone has all of its CPUs."""
+        return self.most_threads() if self.ranks == 1 else self.intraop_threads()
+
     def most_threads(self) -> int:
         """As many as the rank's part of the host's memory keeps busy."""
         return math.ceil(max(self.speeds.copy_all / self.speeds.copy_one, 1))

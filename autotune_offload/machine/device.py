@@ -265,6 +265,10 @@ class Device(ABC):
         """Threads that a host operation in the calling thread may use."""
         return torch.get_num_threads()
 
+    def threads_of_deepspeeds_step(self) -> int:
+        """Those of OpenMP, which torch and DeepSpeed's CPU Adam share."""
+        return self.intraop_threads()
+
     def most_threads(self) -> int:
         """Host threads that each rank may have: its CPUs, shared by those that a launcher has started here."""
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "")

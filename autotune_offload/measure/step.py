@@ -66,7 +66,7 @@ def step_rates(
         memory_bytes: of the host that may be taken altogether.
         deadline: on the device's clock; what would not end by then is left out.
     """
-    threads = device.intraop_threads()
+    threads = device.threads_of_deepspeeds_step()
     try:
         state = _State.made(device, dtype, cache_bytes, memory_bytes, deadline)
     except (RuntimeError, MemoryError, OSError) as error:
@@ -130,7 +130,7 @@ def _narrowings(device: Device, plan: Plan, state: _State, deadline: float) -> I
         cases.append(("device", "warm", 0))
     for index, (where, pages, threads) in enumerate(cases):
         share = max(deadline - device.now(), 0.0) / (len(cases) - index)
-        with device.intraop(threads):
+        with device.intraop(threads or device.threads_of_deepspeeds_step()):
             run = _on_device(device, state) if where == "device" else _on_host(device, state, pages)
             sampled = sample(device, plan, run, device.now() + share, warm_up=False)
         size = 4 * _cast_elements(state)
