@@ -80,16 +80,18 @@ class Report(Record, frozen=True, kw_only=True):
         return f"by one compiled pass; {words}; {step.choice.reason}"
 
     def _times(self, path: Status) -> str:
-        """With the path and without; means, since the passes of one accumulation differ."""
-        ours, stock = path.backward_seconds, path.stock_backward_seconds
+        """With the path and without; medians of accumulations."""
+        if path.confirmed is not None:
+            return f"; confirmed on your own steps: {path.confirmed.sentence()}"
+        ours, stock = path.accumulation_seconds, path.stock_accumulation_seconds
         if not ours:
             return ""
-        words = f"; {statistics.fmean(ours) * 1e3:.3g} ms of host time in a backward pass"
+        words = f"; {statistics.median(ours) * 1e3:.3g} ms an accumulation"
         if not stock:
             return words
-        passes = "the one" if len(stock) == 1 else f"the {len(stock)}"
-        without = f"{statistics.fmean(stock) * 1e3:.3g} ms without it"
-        return f"{words}, {without} (in {passes} after the self-check, left to DeepSpeed's own code)"
+        passes = "the one" if len(stock) == 1 else f"{len(stock)}"
+        without = f"{statistics.median(stock) * 1e3:.3g} ms without it"
+        return f"{words}, {without} (in {passes} that DeepSpeed's own code carried)"
 
     def _change_lines(self) -> list[str]:
         if not self.changes:

@@ -19,10 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from autotune_offload.engine.clock import OffloadClock
+from autotune_offload.engine.replacement import Replacement
 from autotune_offload.engine.toy_model import ModelSpec
 from autotune_offload.errors import MeasurementError
 from autotune_offload.records import Progress
 from autotune_offload.spread import interquartile_range
+from autotune_offload.upstream import EPILOGUE, PARTITION
 
 Metric = Literal["step", "backward", "gradient_offload"]
 METRICS: tuple[Metric, ...] = ("step", "backward", "gradient_offload")
@@ -162,33 +165,29 @@ class Trainee:
     name: str
     engine: Any
     clock: Clock
-    offload_spans: list[tuple[Any, Any]] = field(default_factory=list)
+    offload: OffloadClock = field(default_factory=OffloadClock)
     losses: list[float] = field(default_factory=list)
     seconds: dict[Metric, list[float]] = field(default_factory=lambda: {metric: [] for metric in METRICS})
 
     def watch_offload(self) -> Callable[[], None]:
-        """Time every `partition_grads` of this engine, whoever supplies it; returns what undoes that."""
-        optimizer = self.engine.optimizer
-        inner, own = optimizer.partition_grads, "partition_grads" in vars(optimizer)
+        """Time the gradients of this engine, whoever moves them; returns what undoes that."""
+        methods = Replacement(self.engine.optimizer)
 
         def partition_grads(*args: Any, **kwargs: Any) -> Any:
-            start = self.clock.mark()
-            result = inner(*args, **kwargs)
-            self.offload_spans.append((start, self.clock.mark()))
+            self.offload.begin()
+            return methods.former(PARTITION)(*args, **kwargs)
+
+        def epilogue(*args: Any, **kwargs: Any) -> Any:
+            result = methods.former(EPILOGUE)(*args, **kwargs)
+            self.offload.end()
             return result
 
-        def undo() -> None:
-            if own:
-                optimizer.partition_grads = inner
-            else:
-                del optimizer.partition_grads
-
-        optimizer.partition_grads = partition_grads
-        return undo
+        methods.put({PARTITION: partition_grads, EPILOGUE: epilogue})
+        return methods.take_out
 
     def train(self, micro_batches: Tensor) -> None:
         """One optimizer step over micro-batches of shape (accumulation steps, batch, length + 1)."""
-        self.offload_spans.clear()
+        self.offload.take()
         losses: list[Tensor] = []
         backward_spans: list[tuple[Any, Any]] = []
         self.clock.accelerator.synchronize()
@@ -205,14 +204,15 @@ class Trainee:
         self.losses.append(statistics.fmean(loss.item() for loss in losses))
 
     def _record(self, step_seconds: float, backward_spans: Sequence[tuple[Any, Any]]) -> None:
-        if not self.offload_spans:
+        offload = self.offload.take()
+        if not offload.whole:
             raise MeasurementError(
                 f"{self.name}: DeepSpeed never called partition_grads in a step, so there is no gradient offload"
                 " to time; expected plain ZeRO-3: turn off features that bypass it, such as DeepCompile"
             )
         self.seconds["step"].append(step_seconds)
         self.seconds["backward"].append(self.clock.seconds(backward_spans))
-        self.seconds["gradient_offload"].append(self.clock.seconds(self.offload_spans))
+        self.seconds["gradient_offload"].append(offload.seconds)
 
 
 def start_trainees(

@@ -691,17 +691,17 @@ def test_a_report_of_a_foreign_engine_says_so() -> None:
 @pytest.mark.parametrize(
     ("stock", "words"),
     [
-        ([], "; 2 ms of host time in a backward pass"),
-        ([0.009], "; 2 ms of host time in a backward pass, 9 ms without it (in the one after the self-check"),
-        ([0.001, 0.007], ", 4 ms without it (in the 2 after the self-check, left to DeepSpeed's own code)"),
+        ([], "; 2 ms an accumulation"),
+        ([0.009], "; 2 ms an accumulation, 9 ms without it (in the one that DeepSpeed's own code carried)"),
+        ([0.001, 0.007], ", 4 ms without it (in 2 that DeepSpeed's own code carried)"),
     ],
 )
-def test_the_report_tells_a_backward_pass_with_and_without_the_path(stock: list[float], words: str) -> None:
-    """Means over what was measured; nothing where nothing was."""
-    path = Status(backward_seconds=deque([0.001, 0.003]), stock_backward_seconds=stock)
+def test_the_report_tells_an_accumulation_with_and_without_the_path(stock: list[float], words: str) -> None:
+    """Medians of what was measured; nothing where nothing was."""
+    path = Status(accumulation_seconds=deque([0.001, 0.003]), stock_accumulation_seconds=deque(stock))
     assert words in api_report.Report(profile=None, path=path).carrier()
     assert ("without" in api_report.Report(profile=None, path=path).carrier()) is bool(stock)
-    assert "backward" not in api_report.Report(profile=None, path=Status()).carrier()
+    assert "accumulation" not in api_report.Report(profile=None, path=Status()).carrier()
 
 
 def test_a_path_that_beats_deepspeed_is_attached(
