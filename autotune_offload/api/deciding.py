@@ -51,6 +51,7 @@ class Decided(Record, frozen=True, kw_only=True):
     step: StepSpec | None = None
     """How the step is made; None where it is none of ours."""
     device: AcceleratorDevice | None = None
+    settings: records.Settings = records.Settings()
     strict: bool = False
 
 
@@ -180,6 +181,7 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         carry_path=carry_path,
         step=_step(settings) if asked.attaches and why_no_path is None else None,
         device=device,
+        settings=settings,
         strict=settings.strict,
     )
     if agreement is not None:  # the last thing that may fail: from here on the others use it

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.entrants import OWN_NAME
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.records import Change, Profile, Record
 
@@ -55,7 +56,7 @@ class Report(Record, frozen=True, kw_only=True):
             return "by DeepSpeed's own code, with the keys below"
         if self.path.why_not is not None:
             return f"by DeepSpeed's own code, with the keys below: {self.path.why_not}"
-        words = "in the running optimizer"
+        words = _carriers(self.path.carriers)
         check = self.path.check
         if check is not None and check.partitions and check.mismatch is None:
             words += f"; the first {check.partitions} partitions were DeepSpeed's own to the last bit"
@@ -106,6 +107,14 @@ class Report(Record, frozen=True, kw_only=True):
         ]
         notes = [f"  - {notice}" for notice in self.notices]
         return ["page-locked:", *pinned] * bool(pinned) + ["notes:", *notes] * bool(notes)
+
+
+def _carriers(names: Sequence[str]) -> str:
+    """Who carries, or who takes turns."""
+    if len(names) > 1:
+        turns = f"{', '.join(names[:-1])} and {names[-1]}"
+        return f"in the running optimizer, in turn by {turns}, until the fastest of them is known"
+    return "by DeepSpeed's own code" if tuple(names) == (OWN_NAME,) else "in the running optimizer"
 
 
 def report(engine: Any) -> Report:

@@ -9,7 +9,7 @@ import msgspec
 
 from autotune_offload.engine import stage3
 from autotune_offload.engine.attachment import Attachment, Status
-from autotune_offload.engine.entrants import Confirm
+from autotune_offload.engine.entrants import Confirm, Tell
 from autotune_offload.errors import in_words
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
@@ -36,6 +36,7 @@ def attach(
     device: Device | None = None,
     check: bool = True,
     confirm: Confirm | None = None,
+    tell: Tell | None = None,
 ) -> Status:
     """Carry out `choice` in a running engine, in place of a path that is attached already.
 
@@ -46,6 +47,7 @@ def attach(
         check: compare with DeepSpeed's own code in the first backward pass, and time that code in the
             accumulation after it.
         confirm: let the path, others and DeepSpeed's own code take turns until the fastest is known, which stays.
+        tell: is told what a next start should know.
 
     Returns:
         The status, which goes on counting; its `why_not` says why nothing was replaced, if so.
@@ -55,7 +57,9 @@ def attach(
         return Status(why_not=why_not)
     detach(engine)
     try:
-        attachment = Attachment(engine, choice, device or AcceleratorDevice(), check=check, confirm=confirm)
+        attachment = Attachment(
+            engine, choice, device or AcceleratorDevice(), check=check, confirm=confirm, tell=tell
+        )
     except Exception as error:  # whatever it is, DeepSpeed trains without us
         return Status(why_not=f"the {choice.path} path cannot be built: {in_words(error)}")
     attachment.replace_methods()

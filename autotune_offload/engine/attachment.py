@@ -33,7 +33,7 @@ from torch import Tensor
 from autotune_offload.engine.clock import OffloadClock
 from autotune_offload.engine.contest import Contest
 from autotune_offload.engine.delivery import Delivery
-from autotune_offload.engine.entrants import Confirm, Confirmed, Entrant
+from autotune_offload.engine.entrants import Confirm, Confirmed, Entrant, Tell
 from autotune_offload.engine.norms import Norms
 from autotune_offload.engine.passes import Passes
 from autotune_offload.engine.replacement import Replacement
@@ -83,7 +83,14 @@ class Attachment:
     """One optimizer with one path in it, or with several that take turns."""
 
     def __init__(
-        self, engine: Any, choice: Spec, device: Device, *, check: bool, confirm: Confirm | None = None
+        self,
+        engine: Any,
+        choice: Spec,
+        device: Device,
+        *,
+        check: bool,
+        confirm: Confirm | None = None,
+        tell: Tell | None = None,
     ) -> None:
         """Builds the paths for the dtype that gradients accumulate in; replaces nothing yet.
 
@@ -100,7 +107,7 @@ class Attachment:
         self._checked = False
         checks = self if check else None
         self._contest = Contest(
-            self.stage3, device, self._norms, choice, confirm, self._path_failed, checks=checks
+            self.stage3, device, self._norms, choice, confirm, self._path_failed, tell=tell, checks=checks
         )
         self._say_who_carries()
 

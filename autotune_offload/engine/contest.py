@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 from autotune_offload.engine.confirmation import Conclusion
 from autotune_offload.engine.delivery import Delivery
-from autotune_offload.engine.entrants import Confirm, Confirmed, Entrant, Told, Wrong, in_words, schedule
+from autotune_offload.engine.entrants import (
+    Confirm,
+    Confirmed,
+    Entrant,
+    Tell,
+    Told,
+    Wrong,
+    in_words,
+    schedule,
+)
 from autotune_offload.engine.norms import Norms
 from autotune_offload.engine.rounds import OWN
 from autotune_offload.engine.self_check import Carrier, Checks
@@ -31,6 +40,8 @@ class Contest:
         choice: the path that was chosen.
         confirm: what to try beside it; None confirms nothing.
         failed: is told whose path has failed, and with what.
+        tell: is told what is to be kept for the next start.
+        checks: what compares paths with DeepSpeed's own code; None compares nothing.
     """
 
     def __init__(
@@ -42,13 +53,14 @@ class Contest:
         confirm: Confirm | None,
         failed: Callable[[Entrant, BaseException], None],
         *,
+        tell: Tell | None,
         checks: Carrier | None,
     ) -> None:
         """Builds every path; raises what `paths.build` does for `choice`, and leaves others out that cannot be."""
         self.confirmed: Confirmed | None = None
         self.wrong: list[Wrong] = []
         self._stage3, self._device, self._norms, self._failed = stage3, device, norms, failed
-        self._confirm = confirm
+        self._tell_of_it = tell
         self.entrants = [Entrant(spec) for spec in (None, choice, *(confirm.others if confirm else ()))]
         for entrant in self.entrants[1:]:
             entrant.checks = None if checks is None else Checks(checks)
@@ -97,7 +109,7 @@ class Contest:
 
     def found_wrong(self, entrant: Entrant, why: str) -> None:
         """Not to be tried at the next start either."""
-        self.wrong.append(Wrong(spec=entrant.spec, why=why))
+        self.wrong.append(Wrong(spec=entrant.spec, kind="differs", why=why))
         self._tell(None)
 
     def turn(self, seconds: float | None, passes: int) -> None:
@@ -157,17 +169,17 @@ class Contest:
                 and number != concluded.winner
             ):
                 why = f"{seconds * 1e3:.3g} ms an accumulation, {seconds / best:.2f} times as long as the fastest"
-                self.wrong.append(Wrong(spec=self.entrants[number].spec, why=why))
+                self.wrong.append(Wrong(spec=self.entrants[number].spec, kind="slower", why=why))
         self._tell(concluded)
 
     def _tell(self, concluded: Conclusion | None) -> None:
-        if self._confirm is None or self._confirm.tell is None:
+        if self._tell_of_it is None:
             return
         holder = self.entrants[self._schedule.holder]
         words = in_words(holder.spec) if self.confirmed is None else self.confirmed.sentence()
         told = Told(winner=holder.spec, conclusion=concluded, words=words, wrong=tuple(self.wrong))
         try:
-            self._confirm.tell(told)
+            self._tell_of_it(told)
         except Exception:  # the next start finds it out again
             _log.debug("autotune-offload: what was found could not be kept", exc_info=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,7 +12,7 @@ from autotune_offload.engine.delivery import Delivery
 from autotune_offload.engine.rounds import OWN
 from autotune_offload.engine.self_check import Checks
 from autotune_offload.paths.path import Spec
-from autotune_offload.records import Record
+from autotune_offload.records import Record, path_in_words
 
 OWN_NAME = "DeepSpeed's own code"
 
@@ -22,18 +22,15 @@ _PINS = {"direct": 0, "staged": 1, "pinned": 2}
 
 def in_words(spec: Spec | None) -> str:
     """A path as people are told of it; None is DeepSpeed's own code."""
-    if spec is None:
-        return OWN_NAME
-    words = f"{spec.path} with the cast on the {spec.cast}"
-    if spec.path == "staged":
-        words += f", {spec.buffer_count} buffers of {spec.buffer_bytes:,} bytes"
-    return words + f", {spec.host_threads} host threads" * bool(spec.host_threads)
+    return OWN_NAME if spec is None else path_in_words(spec)
 
 
 class Wrong(Record, frozen=True, kw_only=True):
     """A path that is not to be tried again on this machine, and why."""
 
     spec: Any
+    kind: Literal["differs", "slower"]
+    """It gave other bits than DeepSpeed's own code, or was clearly slower than the fastest."""
     why: str
 
 
@@ -48,6 +45,10 @@ class Told(Record, frozen=True, kw_only=True):
     wrong: tuple[Wrong, ...]
 
 
+Tell = Callable[[Told], None]
+"""Is told of each conclusion, and of each path that was found wrong."""
+
+
 class Confirm(Record, frozen=True, kw_only=True):
     """What is to be confirmed on the user's own steps, beside the path that was chosen and DeepSpeed's own code."""
 
@@ -59,8 +60,6 @@ class Confirm(Record, frozen=True, kw_only=True):
     """DeepSpeed's own code carries until something else is found, and not the path that was chosen."""
     fewest_rounds: int = FEWEST_ROUNDS
     most_rounds: int = MOST_ROUNDS
-    tell: Callable[[Told], None] | None = None
-    """Is told of each conclusion, and of each path that was found wrong."""
 
 
 class Confirmed(Record, frozen=True, kw_only=True):

@@ -710,11 +710,11 @@ def test_a_path_that_beats_deepspeed_is_attached(
     """The engine gets the choice, and the report its status."""
     attached = []
 
-    def attach(engine: Any, choice: Any, device: Any) -> Status:
-        attached.append((engine, choice))
+    def put_in(engine: Any, profile: Profile, *more: Any) -> Status:
+        attached.append((engine, profile.choice))
         return Status(why_not="a stub")
 
-    monkeypatch.setattr(api_initialize, "attach", attach)
+    monkeypatch.setattr(api_initialize, "put_in", put_in)
     probes.choice = make_choice()
     engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert attached == [(engine, make_choice())]
@@ -725,7 +725,7 @@ def test_a_frozen_model_is_tuned_and_gets_no_path(
     calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For inference its parameters are laid out and fetched as chosen; there is no gradient to carry."""
-    monkeypatch.setattr(api_initialize, "attach", lambda *arguments: pytest.fail("attached"))
+    monkeypatch.setattr(api_initialize, "put_in", lambda *arguments: pytest.fail("attached"))
     probes.choice = make_choice()
     frozen = torch.nn.Linear(8, 8).requires_grad_(False)
     api_initialize.initialize(model=frozen, config=copy.deepcopy(CONFIG))
@@ -743,10 +743,10 @@ def test_a_path_that_cannot_be_attached_costs_one_warning(
 ) -> None:
     """The engine runs DeepSpeed's own code; strict raises."""
 
-    def attach(engine: Any, choice: Any, device: Any) -> Status:
+    def put_in(*arguments: Any) -> Status:
         raise RuntimeError("no such hook")
 
-    monkeypatch.setattr(api_initialize, "attach", attach)
+    monkeypatch.setattr(api_initialize, "put_in", put_in)
     probes.choice = make_choice()
     config = with_block(strict=strict)
     if strict:
@@ -764,7 +764,7 @@ def test_deepspeeds_own_code_stays_where_it_is_not_beaten(
     calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, steer: Any
 ) -> None:
     """Or where the user asked for it: nothing is attached."""
-    monkeypatch.setattr(api_initialize, "attach", lambda *arguments: pytest.fail("attached"))
+    monkeypatch.setattr(api_initialize, "put_in", lambda *arguments: pytest.fail("attached"))
     probes.choice = make_choice(gain=1.0) if steer is None else make_choice()
     engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=steer)
     assert api_report.report(engine).path is None
@@ -800,5 +800,13 @@ def test_settings_cover_every_argument_of_the_block() -> None:
     """A field that is added is looked at here: does it steer the choice?"""
     assert {field.name for field in structs.fields(Settings)} == {
         *("enabled", "path", "cast", "buffer_bytes", "buffer_count", "host_threads", "accumulate", "step"),
-        *("keep", "budget_seconds", "max_pinned_bytes", "wait_seconds", "strict"),
+        *(
+            "confirm",
+            "confirm_rounds",
+            "keep",
+            "budget_seconds",
+            "max_pinned_bytes",
+            "wait_seconds",
+            "strict",
+        ),
     }
