@@ -39,6 +39,7 @@ from autotune_offload.engine.passes import Passes
 from autotune_offload.engine.replacement import Replacement
 from autotune_offload.engine.self_check import SelfCheck
 from autotune_offload.engine.stage3 import Stage3
+from autotune_offload.engine.visible import Events, named
 from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
 from autotune_offload.paths.accumulation import Moment
@@ -104,6 +105,7 @@ class Attachment:
         self._norms = Norms(self.stage3, device)
         self._passes = Passes()
         self._clock = OffloadClock(device.now)
+        self._events = Events()
         self._checked = False
         checks = self if check else None
         self._contest = Contest(
@@ -188,13 +190,14 @@ class Attachment:
         if not self._methods.active:
             return list(self._methods.former(PARTITION)(params_to_release, grad_partitions))
         self._clock.begin()
-        if self._contest.present is self._contest.own:
-            return self.stock(params_to_release, grad_partitions)
-        buffers: list[Tensor] = []
-        moment = Moment(self.stage3.at_first, self.stage3.at_boundary)
-        for param, gradient in zip(params_to_release, grad_partitions, strict=False):
-            buffers += self._one(param, gradient, moment)
-        return buffers
+        with named(self.device, self._contest.present.name):
+            if self._contest.present is self._contest.own:
+                return self.stock(params_to_release, grad_partitions)
+            buffers: list[Tensor] = []
+            moment = Moment(self.stage3.at_first, self.stage3.at_boundary)
+            for param, gradient in zip(params_to_release, grad_partitions, strict=False):
+                buffers += self._one(param, gradient, moment)
+            return buffers
 
     def _one(self, param: Any, gradient: Tensor, moment: Moment) -> list[Tensor]:
         if not self.active:
@@ -211,10 +214,13 @@ class Attachment:
 
     def _epilogue(self) -> None:
         """DeepSpeed's own epilogue, then what the path still holds."""
-        self._methods.former(EPILOGUE)()
         if not self._methods.active:
+            self._methods.former(EPILOGUE)()
             return
-        self.drain()
+        with named(self.device, "epilogue"):
+            self._methods.former(EPILOGUE)()
+            with named(self.device, f"wait for {self._contest.present.name}"):
+                self.drain()
         self._clock.end()
         self._passes.passed()
         checks = self._contest.present.checks
@@ -244,6 +250,9 @@ class Attachment:
             (status.stock_accumulation_seconds if own else status.accumulation_seconds).append(seconds)
         self._contest.turn(seconds, took.passes)
         self._say_who_carries()
+        self._events.write(
+            self._engine(), seconds=seconds, gain=self._contest.gain, switches=self._contest.switches
+        )
 
     def _destroy(self) -> None:
         self.remove()

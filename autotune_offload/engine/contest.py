@@ -92,6 +92,11 @@ class Contest:
         return self._schedule.exploring
 
     @property
+    def gain(self) -> float | None:
+        """DeepSpeed's own time over that of whoever was committed to; None before."""
+        return None if self.confirmed is None else self.confirmed.conclusion.gain
+
+    @property
     def switches(self) -> int:
         """How often another was committed to than had carried before."""
         return self._schedule.switches

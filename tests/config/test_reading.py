@@ -105,7 +105,8 @@ def test_the_input_is_copied_and_never_changed(config: dict[str, Any]) -> None:
 
 @given(config=objects)
 def test_json_text_and_base64_come_back_as_they_went_in(config: dict[str, Any]) -> None:
-    """Whatever `json.dumps` writes is read back, raw or in base64."""
+    """Whatever `json.dumps` writes is read back, raw or in base64, of what is known for a ds_config by a key."""
+    config = {"zero_optimization": {}, **config}
     text = json.dumps(config)
     assert read(text) == config
     assert read(encoded(text)) == config
