@@ -166,7 +166,6 @@ class Attachment:
         if entrant.why_not is not None or not self._methods.active:
             return
         if self._contest.leave(entrant, cause):
-            self.status.left_out[entrant.name] = cause
             _log.warning("autotune-offload: %s; of the paths that are tried, others go on", cause)
             self._say_who_carries()
             return
@@ -179,6 +178,7 @@ class Attachment:
 
     def _say_who_carries(self) -> None:
         self.status.carriers = self._contest.carriers
+        self.status.left_out = self._contest.left_out
         self.status.confirmed, self.status.switches = self._contest.confirmed, self._contest.switches
 
     # -- what DeepSpeed calls --

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 
+from autotune_offload import units
 from autotune_offload.engine.confirmation import Conclusion
 from autotune_offload.engine.delivery import Delivery
 from autotune_offload.engine.entrants import (
@@ -87,9 +88,9 @@ class Contest:
         return tuple(each.name for each in [self.own, *self.able])
 
     @property
-    def exploring(self) -> bool:
-        """Whether they take turns until the fastest of them is known."""
-        return self._schedule.exploring
+    def left_out(self) -> dict[str, str]:
+        """Those that carry no more, in words, with the reason."""
+        return {each.name: each.why_not for each in self.entrants if each.why_not is not None}
 
     @property
     def gain(self) -> float | None:
@@ -160,7 +161,7 @@ class Contest:
         self.confirmed = Confirmed(entrants=names, conclusion=concluded)
         said = self.confirmed.sentence()
         if concluded.drifted is not None:
-            before, after = (f"{seconds * 1e3:.3g} ms" for seconds in concluded.drifted)
+            before, after = map(units.duration, concluded.drifted)
             said = f"an accumulation took {after}, {before} when it was confirmed; {said}"
         loud = concluded.changed and group.present_rank() == 0
         _log.log(logging.WARNING if loud else logging.INFO, "autotune-offload: %s", said)
@@ -173,7 +174,7 @@ class Contest:
                 and best is not None
                 and number != concluded.winner
             ):
-                why = f"{seconds * 1e3:.3g} ms an accumulation, {seconds / best:.2f} times as long as the fastest"
+                why = f"{units.duration(seconds)} an accumulation, {seconds / best:.2f} times as long as the fastest"
                 self.wrong.append(Wrong(spec=self.entrants[number].spec, kind="slower", why=why))
         self._tell(concluded)
 

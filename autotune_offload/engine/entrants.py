@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from autotune_offload import units
 from autotune_offload.engine.confirmation import FEWEST_ROUNDS, MOST_ROUNDS, Conclusion, Confirmation
 from autotune_offload.engine.delivery import Delivery
 from autotune_offload.engine.rounds import OWN
@@ -79,16 +80,14 @@ class Confirmed(Record, frozen=True, kw_only=True):
             return f"{name} stays: nothing could be compared in {rounds}"
         if found.winner == OWN:
             rival = min((s for s in found.seconds[1:] if s is not None), default=None)
-            against = f"{_ms(rival)} of the best path" if rival is not None else "no path that is left"
-            return f"{name} stays: {_ms(own)} an accumulation against {against}, in {rounds}"
+            against = (
+                f"{units.duration(rival)} of the best path" if rival is not None else "no path that is left"
+            )
+            return f"{name} stays: {units.duration(own)} an accumulation against {against}, in {rounds}"
         return (
-            f"{name} takes {_ms(mine)} an accumulation, {OWN_NAME} {_ms(own)}: {found.gain:.2f}x "
+            f"{name} takes {units.duration(mine)} an accumulation, {OWN_NAME} {units.duration(own)}: {found.gain:.2f}x "
             f"(noise {found.noise:.1%}, {rounds})"
         )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 class Entrant(msgspec.Struct, eq=False):

@@ -2,10 +2,10 @@
 
     python -m tests.engine.confirming FOLDER
 
-One JSON object on the last line: of each case whether anything that can be seen of the run differs, what was
+One JSON object on the last line: of each of `results` whether anything that can be seen of the run differs, what was
 concluded, and who carried. What an accumulation takes is made up: each carrier's own cost on a clock that stands
 still otherwise, so that who wins does not depend on the machine. The stored choice is the slowest by construction.
-FOLDER gets what DeepSpeed's CSV monitor and torch's profiler wrote. With RANK and WORLD_SIZE in the environment it
+FOLDER gets what DeepSpeed's CSV monitor writes. With RANK and WORLD_SIZE in the environment it
 is one of several ranks, which then draw real delays.
 """
 
@@ -17,6 +17,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,22 @@ import torch
 
 from autotune_offload.engine import attach as engine_attach
 from autotune_offload.engine.entrants import Confirm, Told
+from autotune_offload.engine.visible import PREFIX
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.testing import FakeAccelerator
 from tests.engine.loops import SPECS, LateDevice
 from tests.matrix.driver import HABITS, Case, Trace, start, started
 
-STORED, BETTER, WORSE = "direct with the cast on the device", "direct with the cast on the host", "other"
-COSTS = {STORED: 3.0, BETTER: 1.0}
-OWN_COST, OTHER_COST = 2.0, 2.5
-LATE_STORED, LATE_OTHERS = "late pinned device cast", ("late staged threads", "late direct threads")
+OWN_COST, STORED_COST, BEST_COST, OTHER_COST = 2.0, 3.0, 1.0, 2.5
+PATHS = ("cpu device cast", "cpu", "cpu threads")
+LATE_PATHS = ("late pinned device cast", "late staged threads", "late direct threads")
+"""The stored choice, the best one, another; see `tests.engine.loops.SPECS`."""
 
 CASES = {
     "bf16": Case(group="", clipping=0.1, steps=30),
-    "bf16 accumulated": Case(group="", accumulation=4, clipping=0.1, steps=26, reduce_bucket_size=3000),
+    "bf16 accumulated": Case(group="", accumulation=4, clipping=0.1, steps=30, reduce_bucket_size=3000),
     "fp16 overflow": Case(
-        group="", dtype="fp16", accumulation=2, clipping=0.1, overflow=True, steps=26, sub_group_size=2000
+        group="", dtype="fp16", accumulation=2, clipping=0.1, overflow=True, steps=30, sub_group_size=2000
     ),
     "checkpoint": Case(group="", habit="checkpoint", clipping=0.1, steps=26),
     "late": Case(group="", accumulation=2, clipping=0.1, steps=30, reduce_bucket_size=3000),
@@ -46,20 +48,20 @@ CASES = {
 
 
 class Costed:
-    """A clock on which each half of a micro-step takes half of its carrier's cost."""
+    """A clock on which a micro-step takes its carrier's cost, and nothing else takes any time."""
 
     def __init__(self) -> None:
         self.engine: Any = None
+        self.costs: tuple[float, ...] = (OWN_COST, STORED_COST, BEST_COST, OTHER_COST)
         self.seconds = 0.0
 
     def now(self) -> float:
-        """After half of the cost of whoever carries."""
+        """Later by the cost of whoever carries."""
         entry = engine_attach._entries.get(self.engine)
         attachment = None if entry is None else entry.attachment()
         if attachment is not None:
-            present = attachment._contest.present
-            cost = OWN_COST if present.spec is None else COSTS.get(present.name, OTHER_COST)
-            self.seconds += cost / 2
+            contest = attachment._contest
+            self.seconds += self.costs[contest.entrants.index(contest.present)]
         return self.seconds
 
 
@@ -76,7 +78,7 @@ class CostedDevice(AcceleratorDevice):
 
 
 class CostedLateDevice(LateDevice):
-    """Copies land late; the first of the others is the fastest."""
+    """The one on which copies land late, with that clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ def confirmed(case: Case, name: str, told: list[Told]) -> tuple[Trace, Any, list
     engine = start(case)
     late = name == "late"
     device: Any = CostedLateDevice() if late else CostedDevice()
-    stored, others = ("cpu device cast", ("cpu", "cpu threads")) if not late else (LATE_STORED, LATE_OTHERS)
+    stored, *others = LATE_PATHS if late else PATHS
     device.clock.engine = engine
     try:
         loop = HABITS[case.habit](case, engine)
@@ -149,8 +151,11 @@ def compared(name: str) -> dict[str, Any]:
     }
 
 
-def watched(folder: Path) -> None:
-    """A short run with the CSV monitor, and a trace of its last steps by torch's profiler."""
+def watched(folder: Path) -> list[list[str]]:
+    """A short run with the CSV monitor: our ranges in its last step, each below those that it lies in.
+
+    As torch's profiler reads them, which nests them by their times.
+    """
     import deepspeed
 
     from tests.matrix.driver import Model, config
@@ -165,22 +170,31 @@ def watched(folder: Path) -> None:
         config={**config(case), "csv_monitor": monitor},
     )
     device = CostedDevice()
-    device.clock.engine = engine
+    device.clock.engine, device.clock.costs = engine, (OWN_COST, BEST_COST)
     engine_attach.attach(engine, SPECS["cpu"], device, confirm=Confirm(seed="agreed", most_rounds=2))
     loop = HABITS["plain"](case, engine)
     for step in range(5):
         loop.step(step)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         loop.step(5)
-    profiler.export_chrome_trace(str(folder / "trace.json"))
     engine.destroy()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    return list(_ours(profiler.profiler.kineto_results.experimental_event_tree(), ()))
+
+
+def _ours(events: Any, above: tuple[str, ...]) -> Iterator[list[str]]:
+    """Names of our ranges with those above them, in order."""
+    for event in events:
+        within = (*above, event.name) if event.name.startswith(PREFIX) else above
+        if within is not above:
+            yield list(within)
+        yield from _ours(event.children, within)
 
 
 def ranks(folder: Path) -> None:
     """One rank that now and then takes long, by its own draw; real clocks."""
-    import deepspeed  # noqa: F401
-
     case = Case(group="", accumulation=2, steps=40)
+    expected = stock(case)
     engine = start(case)
     draw = random.Random(int(os.environ["RANK"]))
     loop = HABITS["plain"](case, engine)
@@ -198,13 +212,11 @@ def ranks(folder: Path) -> None:
     for step in range(case.steps):
         loop.step(step)
     found = status.confirmed
-    losses = [value for what, value in loop.trace.exact if what.startswith("loss of")]
     outcome = {
         "why_not": status.why_not,
         "concluded": found is not None,
         "rounds": None if found is None else found.conclusion.rounds,
-        "losses": losses,
-        "weights": [value for what, value in loop.trace.exact if what.startswith("master")][-1],
+        "difference": expected.difference(loop.trace),
     }
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(outcome))
     engine.destroy()
@@ -219,8 +231,8 @@ def main(arguments: list[str]) -> int:
             ranks(folder)
             return 0
         results = {name: compared(name) for name in arguments[1:] or CASES}
-        watched(folder)
-    print("\n" + json.dumps(results), flush=True)
+        ranges = watched(folder)
+    print("\n" + json.dumps({"results": results, "ranges": ranges}), flush=True)
     return 0
 
 
