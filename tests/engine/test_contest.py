@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,14 @@ STAGED = candidate(path="staged", host_threads=1, buffer_bytes=2048, buffer_coun
 THREADS = candidate(host_threads=2)
 DEVICE = candidate(cast="device")
 ENTRANTS = (candidate(), STAGED, THREADS)
+
+
+@pytest.fixture(autouse=True)
+def detached() -> Iterator[None]:
+    """Threads of paths end with their test; others count them."""
+    yield
+    for engine in list(engine_attach._entries):
+        engine_attach.detach(engine)
 
 
 def attachment_of(engine: Engine) -> Attachment:
