@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 _ROUNDS = 5
 """A process that is being ended may have started another one meanwhile."""
@@ -27,15 +27,27 @@ def end_session(leader: int) -> None:
     _kill(leader)
 
 
-def run_in_session(command: Sequence[str], *, seconds: float) -> str:
+def run_in_session(
+    command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None
+) -> str:
     """What `command` writes to stdout; whatever ends the wait for it, a signal included, ends all of it.
+
+    Args:
+        command: with its arguments.
+        seconds: that it may take.
+        environment: its variables; those of this process if None.
 
     Raises:
         OSError: it cannot be started.
         subprocess.SubprocessError: it fails, or takes longer.
     """
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
     ) as process:
         try:
             said, errors = process.communicate(timeout=seconds)

@@ -111,6 +111,11 @@ class Limits(Record, frozen=True, kw_only=True):
     pinnable_bytes: int
     bounds: tuple[Limit, ...] = ()
 
+    @property
+    def measuring_bytes(self) -> int:
+        """What the buffers for measuring may take, and those of the trials: an eighth of what is free."""
+        return self.available_bytes // 8
+
 
 # -- what was measured ----------------------------------------------------------------------------
 

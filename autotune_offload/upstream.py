@@ -166,6 +166,9 @@ STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
 LOW_PRECISION = f"_{STAGE3}__param_id_to_grad_partition"
 """DeepSpeed's private name of the low-precision accumulation buffer's views, by ds_id."""
 
+FLAT_LOW_PRECISION = "grad_partitions_flat_buffer"
+"""The accumulation buffer in one piece, which `has_overflow` alone reads."""
+
 PARTITION, EPILOGUE, DESTROY = "partition_grads", "independent_gradient_partition_epilogue", "destroy"
 NORMS = "complete_grad_norm_calculation_for_cpu_offload"
 """Adds up the norms of one sub-group's partitions, and rounds the sum to fp32."""
@@ -176,8 +179,10 @@ STEP_BEGINS = "_pre_step"
 AWAY = "offload_states"
 """Takes the accumulation buffer's views away; since 0.15.4."""
 
+OVERFLOW = "has_overflow"
+
 READERS = (
-    "has_overflow",
+    OVERFLOW,
     "get_fp32_grad_for_param",
     "get_local_fp32_grad_for_param",
     "get_fp32_grad_partitions",

@@ -81,7 +81,10 @@ def sweep(profile: Profile, rounds: int) -> list[Entrant[Candidate]]:
 def _elements(profile: Profile, device: AcceleratorDevice) -> int:
     """The sample that the probe would take with all the time in the world."""
     plan, cache_bytes = load_plan(profile.plan), profile.host.last_level_cache_bytes
-    return sample_elements(device, plan, profile.measurements, profile.workload, cache_bytes, math.inf)
+    memory_bytes = profile.limits.measuring_bytes
+    return sample_elements(
+        device, plan, profile.measurements, profile.workload, cache_bytes, memory_bytes, math.inf
+    )
 
 
 def repeat(budget_seconds: float | None, rounds: int) -> Repeat:

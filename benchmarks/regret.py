@@ -53,7 +53,7 @@ from autotune_offload.paths.accumulation import Accumulation
 from autotune_offload.paths.build import build
 from autotune_offload.paths.page_locking import PinRules
 from autotune_offload.paths.path import destination_memory, page_locks
-from autotune_offload.paths.stock import stock_path
+from autotune_offload.paths.stock import StockAccumulation, stock_path
 from autotune_offload.records import Accumulate, Candidate, Memory, Profile, Settings, Workload
 from autotune_offload.upstream import named_sequence
 from autotune_offload.workload import TIMED_MICRO_STEPS, middle_elements
@@ -78,6 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 64,
         "num_layers": 8,
         "num_heads": 16,
+        "attention_types": [[["global", "local"], 4]],
         "vocab_size": 50257,
     },
     "pythia-14m": {
@@ -85,6 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 128,
         "num_hidden_layers": 6,
         "num_attention_heads": 4,
+        "intermediate_size": 512,
         "vocab_size": 50304,
         "tie_word_embeddings": False,
     },
@@ -256,7 +258,7 @@ def truth(profile: Profile, device: SimulatedDevice) -> dict[str, float]:
     for name, memory in _stock(profile, rules):
         stock = stock_path(named_sequence(name), device, bench.dtype, bench.largest_elements)
         times[_own(memory)] = _noiseless(
-            bench, stock, memory, Accumulation(device, "device", page_lock=False), steps
+            bench, stock, memory, StockAccumulation(device, "device", page_lock=False), steps
         )
     bench.close()
     return times

@@ -10,6 +10,7 @@ Variables for a run of the tests, none of which the package reads:
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from autotune_offload.config import block
 from autotune_offload.machine import host
 from autotune_offload.machine.procfs import ROOT
-from tests import op_builds
+from tests import op_builds, shared_memory
 
 FEW_EXAMPLES = 60
 
@@ -35,8 +36,14 @@ _TAKEN_OUT = (
 """What a shell or a launcher may have set, and what tests look at."""
 
 
-def pytest_configure() -> None:
-    """Sets the environment before any test module can import DeepSpeed."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets the environment before any test module can import DeepSpeed; at the end nothing is left in memory."""
+    config.add_cleanup(functools.partial(shared_memory.remove_since, shared_memory.buffers()))
+    set_environment()
+
+
+def set_environment() -> None:
+    """What tests and faults run under."""
     for name in _TAKEN_OUT:
         os.environ.pop(name, None)
     os.environ.update(op_builds.environment())

@@ -27,7 +27,7 @@ from autotune_offload.workload import default_workload
 
 if TYPE_CHECKING:
     from autotune_offload.records import Progress
-from autotune_offload.profiles.lookup import MEMORY_SHARE, capped, limits_of_rank
+from autotune_offload.profiles.lookup import capped, limits_of_rank
 
 _DECIDE_BY = 0.9
 """Trials end at this part of the budget; the round under way, the rules and the profile need the rest."""
@@ -106,7 +106,7 @@ def probe(
     facts, software = device.host_facts() or host.facts(), host.software()
     limits = limits_of_rank(device, workload, steer, ranks_per_host=ranks_per_host)
     report, share = progress or _silent, loaded.measure_share
-    memory_bytes = limits.available_bytes // MEMORY_SHARE
+    memory_bytes = limits.measuring_bytes
     pin_bytes = pin_cap_bytes(loaded, limits.pinnable_bytes, memory_bytes)
     # before the clock starts: a child's life is its imports, and they are not the budget's either
     rehearsed = rehearse(

@@ -5,6 +5,7 @@ The model only orders candidates and prunes; trials decide.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from autotune_offload.paths.rates import Rates
@@ -42,7 +43,8 @@ class CostModel:
         through = stages(way, DTYPE_BYTES[self.workload.dtype], self.rates)
         streamed = [work for work in through.work if work.lane != "host"]
         on_host = [work for work in through.work if work.lane == "host"]
-        device, host = self._spent(streamed, through), self._spent(on_host, through)
+        device = self._spent(through.before) + self._spent(streamed, through.piece_elements)
+        host = self._spent(on_host, through.piece_elements)
         if self.synchronous:
             return device + host
         works_itself = any(work.waits for work in on_host)
@@ -58,9 +60,9 @@ class CostModel:
             return max(device - hidden, device * last) + host
         return max(max(device, host) - hidden, (device + host) * last)
 
-    def _spent(self, work: Sequence[Work], through: Stages) -> float:
-        """Seconds of this part of the stages over the whole workload."""
-        most, elements = through.piece_elements, self.workload.elements
+    def _spent(self, work: Sequence[Work], most: int = sys.maxsize) -> float:
+        """Seconds of this part of the stages over the whole workload, in pieces of so many elements at most."""
+        elements = self.workload.elements
         pieces = sum(-(-size // most) * count for size, count in self.workload.partitions)
         return sum(each.seconds(elements, pieces) for each in work)
 

@@ -65,6 +65,10 @@ micro-step that is timed takes the sample four times."""
 
 _BOUNCES = "bounce_buffer"
 _LEAST_ELEMENTS = 1 << 18
+
+_TRIAL_BYTES = 20
+"""A gradient of the sample takes at most: its source, its place and the buffer, these two also page-locked."""
+
 _MIN_ROUNDS = 3
 
 
@@ -114,7 +118,9 @@ def decide(
     passes_by = deadline
     if steps > 1:
         passes_by -= max(deadline - device.now(), 0.0) * _ACCUMULATIONS_SHARE
-    sized = partial(sample_elements, device, plan, measurements, workload, cache_bytes)
+    sized = partial(
+        sample_elements, device, plan, measurements, workload, cache_bytes, limits.measuring_bytes
+    )
     with device.keeping_pinned():
         with contextlib.closing(Bench(device, workload, sized(passes_by))) as bench:
             model = cost_model(device, measurements, workload, compute_seconds=bench.compute_seconds)
@@ -161,16 +167,17 @@ def sample_elements(
     measurements: Measurements,
     workload: Workload,
     cache_bytes: int,
+    memory_bytes: int,
     deadline: float,
     *,
     least_passes: int = _LEAST_PASSES,
     pass_seconds: float = math.inf,
 ) -> int:
-    """Elements of the workload's sample: beyond the caches, unless the time is too short for so many passes.
+    """Elements of the workload's sample: beyond the caches, unless memory or time for so many passes is too short.
 
     `pass_seconds` is what a pass over the workload takes, as far as it was measured; else the model predicts it.
     """
-    wanted = max(plan.trial_bytes, 2 * cache_bytes) // 4
+    wanted = min(max(plan.trial_bytes, 2 * cache_bytes) // 4, memory_bytes // _TRIAL_BYTES)
     if math.isinf(pass_seconds):
         model = cost_model(device, measurements, workload)
         ours = Candidate(path="direct", cast="host", buffer_bytes=1 << 20, buffer_count=1)

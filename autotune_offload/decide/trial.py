@@ -10,13 +10,13 @@ from autotune_offload.measure.bench import Bench, Window
 from autotune_offload.paths.accumulation import Accumulation
 from autotune_offload.paths.build import build
 from autotune_offload.paths.path import page_locks
-from autotune_offload.paths.stock import stock_path
+from autotune_offload.paths.stock import StockAccumulation, stock_path
 from autotune_offload.records import Candidate, Memory
 from autotune_offload.upstream import named_sequence
 
 
 class Trial:
-    """How an entrant is built and timed: its path alone, one backward pass at a time."""
+    """How an entrant is built and timed: one backward pass at a time, which is an accumulation of its own."""
 
     def __init__(self, device: Device, bench: Bench) -> None:
         self.device, self.bench = device, bench
@@ -66,9 +66,12 @@ class AccumulationTrial(Trial):
 
     def built(self, entrant: Entrant[Any]) -> Any:
         """A path or sequence, and what adds up before it."""
-        page_lock = isinstance(entrant.record, Candidate) and page_locks(entrant.record.path)
-        accumulation = Accumulation(self.device, entrant.place, page_lock=page_lock)
-        return Window(super().built(entrant), accumulation, self.micro_steps)
+        record = entrant.record
+        if isinstance(record, Candidate):
+            added = Accumulation(self.device, entrant.place, page_lock=page_locks(record.path))
+        else:
+            added = StockAccumulation(self.device, "device", page_lock=False)
+        return Window(super().built(entrant), added, self.micro_steps)
 
     def check(self, built: Any, memory: Memory) -> None:
         """Once, bit for bit."""

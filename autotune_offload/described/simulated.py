@@ -275,8 +275,10 @@ class SimulatedDevice(ClockedDevice):
         return self.machine.compute is not None
 
     def widen(self, destination: Tensor, source: Tensor, kept: Tensor | None = None) -> float:
-        """Copy host to host as fp32; the sum of the squares."""
-        self._on_host(destination, casts=True)
+        """Copy host to host as fp32, and as it is to `kept` in the same pass; the sum of the squares."""
+        traffic = CAST_TRAFFIC + (0.0 if kept is None else kept.nbytes / destination.nbytes)
+        slower = CAST_TRAFFIC / traffic
+        self._in_memory(destination, self.speeds.cast_one * slower, self.speeds.cast_all * slower, traffic)
         return 0.0 if self._timed_only else host_pass.widen(destination, source, kept)
 
     def norm(self, source: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from autotune_offload.engine import overflow
 from autotune_offload.engine.clock import OffloadClock
 from autotune_offload.engine.contest import Contest
 from autotune_offload.engine.delivery import Delivery
@@ -44,7 +45,16 @@ from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
 from autotune_offload.paths.accumulation import Moment
 from autotune_offload.paths.path import Spec
-from autotune_offload.upstream import AWAY, DESTROY, EPILOGUE, NORMS, PARTITION, READERS, STEP_BEGINS
+from autotune_offload.upstream import (
+    AWAY,
+    DESTROY,
+    EPILOGUE,
+    NORMS,
+    OVERFLOW,
+    PARTITION,
+    READERS,
+    STEP_BEGINS,
+)
 
 _KEPT_TIMES = 100
 
@@ -266,6 +276,9 @@ class Attachment:
                 self._norms.make_exact_where_it_shows(*args, **kwargs)
             elif name == AWAY:
                 self._norms.make_all_exact()
+            elif name == OVERFLOW:
+                former = self._methods.former(name)
+                return overflow.by_extremes(self.stage3.optimizer, former, *args, **kwargs)
         return self._methods.former(name)(*args, **kwargs)
 
     # -- one partition --

@@ -75,14 +75,16 @@ def _only_ours(folder: Path) -> bool:
 
 
 def _compile(compiler: list[str], source: Path, built: Path) -> None:
-    """Into a file of its own, then into place: whoever compiles at the same time does no harm."""
-    handle, name = tempfile.mkstemp(dir=built.parent, suffix=".so.tmp")
-    os.close(handle)
-    try:
-        run_in_session([*compiler, "-o", name, str(source)], seconds=_COMPILE_SECONDS)
-        os.replace(name, built)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    """Into a folder of its own, then into place: whoever compiles at the same time does no harm.
+
+    What a compiler puts into TMPDIR it leaves there when it is killed: that is the same folder.
+    """
+    with tempfile.TemporaryDirectory(dir=built.parent, suffix=".tmp", ignore_cleanup_errors=True) as folder:
+        made, environment = f"{folder}/{built.name}", {**os.environ, "TMPDIR": folder}
+        run_in_session(
+            [*compiler, "-o", made, str(source)], seconds=_COMPILE_SECONDS, environment=environment
+        )
+        os.replace(made, built)
 
 
 def _processor() -> str:

@@ -93,7 +93,7 @@ class Bench:
     """
 
     def __init__(self, device: Device, workload: Workload, most_elements: int, parts: int = 2) -> None:
-        """Allocates sources and pageable destinations; pinned ones on first use."""
+        """Allocates sources and pageable destinations; accumulation buffers, and what is pinned, on first use."""
         self.device = device
         self.dtype: torch.dtype = getattr(torch, workload.dtype)
         self.sample = sample(workload, most_elements, parts)
@@ -143,10 +143,12 @@ class Bench:
             MeasurementError: with the number of wrong values.
         """
         elements = self._expected.numel()
-        block = self._block(memory)[:elements]
+        block, low = self._block(memory)[:elements], self._sum(memory)[:elements]
         block.fill_(float("nan"))
-        self._pass(path, block)
+        low.fill_(float("nan"))
+        self._pass(path, block, low)
         _compared(block, self._expected)
+        _compared(low.to(torch.float32), self._expected)
 
     def time(self, path: Offload, memory: Memory) -> float:
         """Seconds that one pass adds to the compute, for the whole workload."""
@@ -154,8 +156,8 @@ class Bench:
             return self._time(path, memory)
 
     def _time(self, path: Offload, memory: Memory) -> float:
-        block = self._block(memory)
-        return self._added(lambda: self._pass(path, block)) * self.sample.scale
+        block, low = self._block(memory), self._sum(memory)
+        return self._added(lambda: self._pass(path, block, low)) * self.sample.scale
 
     def _added(self, work: Callable[[], None], passes: int = 1) -> float:
         """Seconds that `work` takes beyond the compute of so many passes over the sample."""
@@ -169,27 +171,42 @@ class Bench:
 
     def _block(self, memory: Memory) -> Tensor:
         if memory not in self._blocks:
-            try:
-                self._blocks[memory] = self.device.pinned_empty(self.sample.elements, torch.float32)
-            except PinError as error:
-                raise PinError(f"no page-locked destination for the trials: {error}") from error
+            self._blocks[memory] = self._host_memory(memory, torch.float32)
         return self._blocks[memory]
 
-    def _pass(self, path: Offload, block: Tensor) -> None:
+    def _sum(self, memory: Memory) -> Tensor:
+        """DeepSpeed's accumulation buffer, which is page-locked where the fp32 gradients are."""
+        if memory not in self._sums:
+            self._sums[memory] = self._host_memory(memory, self.dtype)
+        return self._sums[memory]
+
+    def _host_memory(self, memory: Memory, dtype: torch.dtype) -> Tensor:
+        if memory == "pageable":
+            return self.device.host_empty(self.sample.elements, dtype)
+        try:
+            return self.device.pinned_empty(self.sample.elements, dtype)
+        except PinError as error:
+            raise PinError(f"no page-locked destination for the trials: {error}") from error
+
+    def _pass(self, path: Offload, block: Tensor, low: Tensor) -> None:
         """All partitions, or those that a shorter block has room for."""
-        for source, destination in self._reduced(block):
-            path.offload_with_norm(source, destination)
+        for source, destination, kept in self._reduced(block, low):
+            path.offload_with_norm(source, destination, kept)
         with self.device.on(self._side):
             path.drain()
 
-    def _reduced(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each partition and its part of `block`, behind the compute that makes it, on the side stream."""
-        for index, (source, destination) in enumerate(self._pairs(block)):
+    def _reduced(self, block: Tensor, low: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Each partition and its parts of `block` and `low`, behind the compute that makes it, on the side stream."""
+        end = 0
+        for index, source in enumerate(self._sources):
+            begin, end = end, min(end + source.numel(), block.numel())
+            if begin == end:
+                return
             if self._compute is not None:
                 self._compute.queue(index)
                 self.device.order_after(self._side, self.device.record_event())
             with self.device.on(self._side):
-                yield source, destination
+                yield source[: end - begin], block[begin:end], low[begin:end]
 
     # -- with accumulation --
 
@@ -242,35 +259,16 @@ class Bench:
             more = max(seconds(1 + _AGAIN) - once, 0.0) / _AGAIN
         return once + (self.sample.scale - 1) * more
 
-    def _sum(self, memory: Memory) -> Tensor:
-        """DeepSpeed's accumulation buffer, which is page-locked where the fp32 gradients are."""
-        if memory not in self._sums:
-            make = self.device.host_empty if memory == "pageable" else self.device.pinned_empty
-            self._sums[memory] = make(self.sample.elements, self.dtype)
-        return self._sums[memory]
-
     def _micro_step(
         self, window: Window, moment: Moment, block: Tensor, low: Tensor, passes: int = 1
     ) -> None:
         """All partitions, so many times, and the wait at the end of a backward pass."""
         for _ in range(passes):
-            start = 0
-            for source, destination in self._reduced(block):
-                end = start + source.numel()
-                window.carry(source, low[start:end], destination, moment, key=start)
-                start = end
+            for key, (source, destination, kept) in enumerate(self._reduced(block, low)):
+                window.carry(source, kept, destination, moment, key)
         with self.device.on(self._side):
             window.drain()
             self.device.synchronize_stream()  # the epilogue of every backward pass does
-
-    def _pairs(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        start = 0
-        for source in self._sources:
-            destination = block[start : start + source.numel()]
-            if not destination.numel():
-                return
-            yield source[: destination.numel()], destination
-            start += source.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +292,8 @@ class Window:
         if not self.accumulation.adds_on_host(moment):
             value = self.accumulation.value(gradient, low, moment)
             if moment.boundary:
-                self.path.offload_with_norm(value, destination, low)
+                kept = None if self.accumulation.keeps_at_once else low
+                self.path.offload_with_norm(value, destination, kept)
             else:
                 self.accumulation.keep(value, low)
             return

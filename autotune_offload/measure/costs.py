@@ -19,6 +19,8 @@ from autotune_offload.records import (
 _TELLING_SECONDS = 2e-3
 """Work queued for at least this long tells a synchronize that waits from one that does not."""
 
+_FEW_SAMPLES = 5
+
 _SQUARE = 2048
 """Side of the matrices that are multiplied for it: 17 GFLOP in fp32."""
 
@@ -66,14 +68,16 @@ def _nothing() -> None:
     return None
 
 
-def sync_cost(device: Device, samples: int) -> SyncCost:
-    """Median cost of waiting, by scope, with one tiny operation queued before each."""
+def sync_cost(device: Device, samples: int, deadline: float) -> SyncCost:
+    """Median cost of waiting, by scope, with a tiny operation queued before each; few samples after the deadline."""
     tiny = device.empty(64, torch.float32)
     other = device.empty(64, torch.float32)
 
     def cost(wait: Callable[[], None]) -> float:
         taken = []
-        for _ in range(max(samples, 5)):
+        for sample in range(max(samples, _FEW_SAMPLES)):
+            if sample >= _FEW_SAMPLES and device.now() >= deadline:
+                break
             device.cast(tiny, other)
             before = device.now()
             wait()

@@ -75,7 +75,7 @@ def measure(
         session = Session(device, plan, arenas, started + seconds, dtype, progress or silent)
         transfers = session.transfers()
         casts = session.casts()
-        sync = sync_cost(device, plan.max_samples)
+        sync = sync_cost(device, plan.max_samples, started + seconds)
     if not transfers:
         raise BudgetError(
             f"no copy of {plan.smallest_bytes:,} bytes could be timed: expected a plan whose sizes begin "

@@ -158,6 +158,7 @@ def _child(
         open(mine, "rb", buffering=0) as pipe,
         open(our_life, "wb", buffering=0),
         tempfile.TemporaryFile() as output,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as compilers,  # a killed one leaves its files
     ):
         try:
             process = subprocess.Popen(
@@ -167,7 +168,7 @@ def _child(
                 stderr=output,
                 pass_fds=(theirs, its_life),
                 start_new_session=True,  # Ctrl-C is for this process, which ends the child
-                env={"DS_ACCELERATOR": device.identity.kind, **os.environ},
+                env={"DS_ACCELERATOR": device.identity.kind, **os.environ, "TMPDIR": compilers},
             )
         finally:
             os.close(theirs)

@@ -58,6 +58,9 @@ class Accumulation:
         page_lock: whether adding on the host takes page-locked buffers, where the host gives them.
     """
 
+    keeps_at_once = False
+    """Whether `value` puts every sum into the buffer, so that a path need not."""
+
     def __init__(self, device: Device, place: Accumulate, *, page_lock: bool) -> None:
         """Allocates nothing yet."""
         self.device = device

@@ -107,14 +107,18 @@ def _succeeded(future: Future[None]) -> bool:
 
 
 class _Landing(msgspec.Struct):
-    """Where one piece goes from a buffer."""
+    """Where one piece goes from a buffer. A thread of the path's own takes it to both places in one pass."""
 
     device: Device
     destination: Tensor
     low: Tensor | None
+    own_thread: bool
 
     def land(self, buffer: Tensor) -> None:
         """As it is to `low`, and to fp32."""
+        if self.own_thread and self.low is not None and self.low.dtype == buffer.dtype:
+            self.device.widen(self.destination, buffer, self.low)
+            return
         if self.low is not None:
             self.device.h2h(self.low, buffer)
         self.device.h2h(self.destination, buffer)
@@ -140,7 +144,8 @@ class StagedPath(GradientPath):
         kept = itertools.repeat(None) if low is None else torch.split(low, self.buffer_elements)
         pieces = chunks(source, destination, self.buffer_elements)
         for (part, fp32), stays in zip(pieces, kept, strict=False):
-            self._ring.put(self._landing(part), _Landing(self.device, fp32, stays))
+            landing = _Landing(self.device, fp32, stays, own_thread=self.threads.count > 0)
+            self._ring.put(self._landing(part), landing)
 
     def _landing(self, low: Tensor) -> Tensor:
         """What crosses the link: the values, or their cast in the scratch."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autotune_offload.errors import PinError
 from autotune_offload.machine.device import Device
+from autotune_offload.paths.accumulation import Accumulation, Moment
 from autotune_offload.upstream import StockSequence
 
 
@@ -26,14 +27,17 @@ class StockPath(ABC):
         """Queue or do one partition, as that DeepSpeed does."""
 
     def offload_with_norm(self, source: Tensor, destination: Tensor, low: Tensor | None = None) -> Tensor:
-        """The values to `low`, the norm through a fresh fp64 temporary (`_constant_buffered_norm2`), `offload`."""
-        if low is not None:
-            self.device.d2h(low, source, non_blocking=True)
-        wide = self.device.empty(source.numel(), torch.float64)
-        self.device.cast(wide, source)
+        """To `low` and back, the norm through a fresh fp64 temporary (`_constant_buffered_norm2`), `offload`."""
+        value = source if low is None else self.through_buffer(source, low)
+        wide = self.device.empty(value.numel(), torch.float64)
+        self.device.cast(wide, value)
         norm = self.device.norm(wide)
-        self.offload(source, destination)
+        self.offload(value, destination)
         return norm
+
+    def through_buffer(self, value: Tensor, low: Tensor) -> Tensor:
+        """Into the buffer, and what is read on from: the buffer where that is device memory, else a copy of it."""
+        return _through_buffer(self.device, value, low)
 
     def drain(self) -> None:
         """The stream's end, as the epilogue waits for it."""
@@ -50,6 +54,36 @@ class StockPath(ABC):
         fp32 = self.device.empty(source.numel(), torch.float32)
         self.device.cast(fp32, source)
         return fp32
+
+
+class StockAccumulation(Accumulation):
+    """The sums of micro-steps as `partition_grads` makes them: each goes to its buffer at once."""
+
+    keeps_at_once = True
+
+    def alike(self, moment: Moment) -> object:
+        """Unlike what any path of ours does."""
+        return type(self)
+
+    def value(self, gradient: Tensor, low: Tensor, moment: Moment) -> Tensor:
+        """The sum so far, in device memory and in `low`; in the first micro-step it has been in both."""
+        if moment.first:
+            return _through_buffer(self.device, super().value(gradient, low, moment), low)
+        total = super().value(gradient, low, moment)
+        super().keep(total, low)
+        return total
+
+    def keep(self, value: Tensor, low: Tensor) -> None:
+        """It is there already."""
+
+
+def _through_buffer(device: Device, value: Tensor, low: Tensor) -> Tensor:
+    device.d2h(low, value, non_blocking=True)
+    if device.shares_host_memory:
+        return low
+    back = device.empty(low.numel(), low.dtype)
+    device.h2d(back, low, non_blocking=True)
+    return back
 
 
 class _ImplicitUpcast(StockPath):

@@ -14,9 +14,6 @@ from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import Limits, Profile, Scalar, Settings, Workload
 from autotune_offload.workload import default_workload
 
-MEMORY_SHARE = 8
-"""Buffers for measuring take at most one part in so many of the memory that is free."""
-
 
 def lookup(
     store: Store,

@@ -78,21 +78,27 @@ def _placed(through: stages.Stages, elements: int, *, on_host: bool) -> Iterator
     free: dict[str, float] = defaultdict(float)
     done: list[float] = []
     waits: list[float] = []
-    for index, first in enumerate(range(0, elements, through.piece_elements)):
+    whole = [(through.before, elements)] if through.before else []
+    pieces = [
+        (through.work, min(through.piece_elements, elements - first))
+        for first in range(0, elements, through.piece_elements)
+    ]
+    for index, (works, size) in enumerate(whole + pieces, start=-len(whole)):
         end = 0.0
-        for work in through.work:
+        for work in works:
             lane: stages.Lane = "host" if on_host else work.lane
             by = "host" if lane == "host" else "stream"
             start = max(free[by], end)
             if lane == "link" and index >= through.buffers > 0:
                 start = max(start, done[index - through.buffers])
-            seconds = work.seconds(min(through.piece_elements, elements - first))
+            seconds = work.seconds(size)
             free[by] = end = start + seconds
             if seconds > 0:
                 yield Stage(lane=lane, what=work.what, start_seconds=start, seconds=seconds)
             if work.waits or on_host:
                 waits += [start, end]
-        done.append(end)
+        if index >= 0:
+            done.append(end)
     if waits:
         start, seconds = min(waits), max(waits) - min(waits)
         yield Stage(lane="training waits", what=through.waits_for, start_seconds=start, seconds=seconds)

@@ -648,6 +648,15 @@ def test_the_sample_shrinks_with_the_time(stage: Stage) -> None:
     assert (1 << 18) <= stage.sampled < PLAN.trial_bytes // 4
 
 
+@pytest.mark.parametrize("cache_bytes", [1 << 20, 1 << 30])
+def test_the_sample_takes_no_more_than_its_share_of_the_memory(stage: Stage, cache_bytes: int) -> None:
+    """However large the cache of the machine: 20 bytes a gradient within an eighth of what is free."""
+    workload = make_workload(partitions=((1 << 26, 16),), parameters=((1 << 26, 16),))
+    limits = structs.replace(ROOMY, available_bytes=8 * 20 * (1 << 20))
+    stage.run(seconds=1e3, workload=workload, limits=limits, cache_bytes=cache_bytes)
+    assert stage.sampled == min(1 << 20, max(PLAN.trial_bytes, 2 * cache_bytes) // 4)
+
+
 def test_progress_rises_within_the_trials(stage: Stage) -> None:
     """Fractions of the trials' own time, never falling."""
     seen: list[float] = []
@@ -883,10 +892,11 @@ def test_rings_that_a_cut_partition_cannot_show_stay_out(stage: Stage) -> None:
 
 
 def test_what_entrants_share_is_timed_once_a_round(stage: Stage) -> None:
-    """Until the last micro-step, adding up on the device is the same for all with one kind of host memory."""
+    """Until the last micro-step, adding up on the device is the same for all of ours with one kind of host memory."""
     stage.run(workload=FOUR, seconds=50.0)
-    last = [who for who in stage.micro_steps if who[2].boundary]
-    on_device = [who for who in stage.micro_steps if who[2].first]
+    ours = [who for who in stage.micro_steps if isinstance(who[0], Candidate)]
+    last = [who for who in ours if who[2].boundary]
+    on_device = [who for who in ours if who[2].first]
     assert len(on_device) < len(last) / 3
     memories = 2
     rounds = max(sum(who[0] is one[0] and who[1] == one[1] for who in last) for one in last)

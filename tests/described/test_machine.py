@@ -201,8 +201,11 @@ def test_gh200_backward_times_are_those_of_pr_6962(gh200_3b: reported.Report) ->
     assert set(gh200_3b.calibrated) == {"d2h.pageable_cold.bandwidth_gbps", "h2h.bandwidth_gbps"}
     for name in ("implicit_upcast", "bounce_buffer"):
         assert gh200_3b.backward_seconds(name) == pytest.approx(reported.REPORTED_SECONDS[name], rel=0.05)
-    # with nothing calibrated in it: what the explicit upcast adds is the copy at the measured link rate
-    assert 0.07 <= gh200_3b.stock_seconds["explicit_upcast"] <= 0.11
+    # with nothing calibrated in it: what the explicit upcast adds are copies at the measured link rates
+    link = described_machine.load("gh200")
+    out, back = link.d2h.pageable.bandwidth_gbps, link.h2d.pageable.bandwidth_gbps
+    copies = 3 * (6 / out + 2 / back)
+    assert copies < gh200_3b.stock_seconds["explicit_upcast"] < 1.3 * copies
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_a_device_synchronize_waits_for_every_stream() -> None:
     device.synchronize_stream()
     assert device.now() - before == pytest.approx(20e-6)
     device.synchronize()
-    assert device.now() == pytest.approx(done + 57e-6)
+    assert device.now() == pytest.approx(done + device.machine.sync.device_us * 1e-6)
 
 
 def test_both_directions_share_what_the_link_carries_together() -> None:
@@ -766,6 +766,25 @@ def test_the_place_of_accumulation_counts_as_regret(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(regret, "probe", contrary)
     wrong = regret.evaluate(case, plan="quick")
     assert wrong.regret > 0.5 and "added up on the host" in wrong.chosen
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    {
+        "tinystories-1m": 3_745_984,
+        "pythia-14m": 14_067_712,
+        "gpt2": 124_439_808,
+        "tinyllama-1.1b": 1_100_048_384,
+        "llama-3.2-3b": 3_212_749_824,
+        "llama-2-7b": 6_738_415_616,
+        "llama-2-13b": 13_015_864_320,
+        "llama-2-70b": 68_976_648_192,
+    }.items(),
+)
+def test_the_models_of_the_cases_have_their_published_sizes(model: str, parameters: int) -> None:
+    """Each config.json has all the keys that its sizes follow from, and no model is left out here."""
+    assert regret.described_workload(model, 1, 1).elements == parameters
+    assert len(regret.MODELS) == 8
 
 
 def test_the_cases_are_spread_over_all_machines() -> None:

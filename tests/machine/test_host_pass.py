@@ -216,6 +216,23 @@ def test_it_is_compiled_once_for_a_user(cache: Path) -> None:
     assert loaded_from() == path and path.stat().st_mtime_ns == before
 
 
+def test_a_compiler_that_is_killed_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had put into its folder for temporary files goes with it."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\ntouch "$TMPDIR/half.s" {tmp_path}/ran\nkill -9 $$\n'
+    )
+    compiler.chmod(0o755)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("CC", str(compiler))
+    assert isinstance(compiled.library(host_pass._SOURCE), str)
+    assert (tmp_path / "ran").exists()
+    assert not list((cache / "kernels").iterdir()) and not list((tmp_path / "temporary").iterdir())
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 def test_a_folder_that_others_can_write_to_is_not_used(cache: Path, mode: int) -> None:
     """Whatever lies there might be somebody else's code."""

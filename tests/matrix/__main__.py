@@ -12,6 +12,7 @@ the processes that it started end, too.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
@@ -26,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests import op_builds
+from tests import op_builds, shared_memory
 from tests.matrix.driver import MARKER
 
 VERSIONS = (
@@ -206,6 +207,7 @@ def main() -> int:
     versions = options.versions or (HALF if options.half else VERSIONS)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    atexit.register(shared_memory.remove_since, shared_memory.buffers())
     began = time.monotonic()
     remarks: list[str] = []
     print(row(["DeepSpeed", *options.groups, "seconds"]), flush=True)

@@ -133,10 +133,13 @@ class Spoiled:
 
     def offload_with_norm(self, source: Tensor, destination: Tensor, low: Tensor | None = None) -> Tensor:
         """One element short of right."""
-        del low
+        assert low is not None
+        self.device.d2h(low, source)
         if self.fault == "drops one":
             self.device.d2h(destination[:-1], source[:-1])
             return self.device.norm(source)
+        if self.fault == "keeps nothing":
+            low.zero_()
         self.device.d2h(destination, source)
         if self.fault == "wrong sign of zero":
             destination[destination == 0] = -0.0
@@ -151,9 +154,9 @@ class Spoiled:
         """Nothing to give back."""
 
 
-@pytest.mark.parametrize("fault", ["drops one", "wrong sign of zero", "one bit"])
+@pytest.mark.parametrize("fault", ["drops one", "wrong sign of zero", "one bit", "keeps nothing"])
 def test_a_path_that_is_not_exact_is_found(fault: str) -> None:
-    """One element too few, one bit, or the sign of a zero: the check counts the wrong values."""
+    """One element too few, one bit, the sign of a zero, an empty buffer: the check counts the wrong values."""
     device = cpu()
     bench = Bench(device, WORK, 1_000_000)
     with pytest.raises(MeasurementError, match=r"\d+ of 15,280 gradients arrived with wrong bits"):
@@ -315,7 +318,7 @@ def test_pinned_destinations_are_made_once_and_given_back() -> None:
     path = build(device, candidate("pinned"), bench.dtype)
     for _ in range(3):
         bench.check(path, "pinned")
-    assert list(device.pinned.values()) == [bench.sample.elements * 4]
+    assert list(device.pinned.values()) == [bench.sample.elements * 4, bench.sample.elements * 2]
     bench.close()
     bench.close()
     assert not device.pinned

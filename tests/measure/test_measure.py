@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import weakref
 from collections.abc import Callable, Iterator
@@ -555,10 +556,17 @@ def test_a_synchronous_device_need_not_wait() -> None:
 def test_waiting_is_timed_by_scope() -> None:
     """Device, stream and event are waited for with one operation queued before each."""
     device = DeferredDevice()
-    cost = sync_cost(device, 7)
+    cost = sync_cost(device, 7, math.inf)
     assert min(cost.device_seconds, cost.stream_seconds, cost.event_seconds) > 0
     assert [device.count(c) for c in ("synchronize", "stream.synchronize", "event.synchronize")] == [7] * 3
     assert device.count("cast") == 21
+
+
+def test_waiting_is_timed_a_few_times_where_the_time_is_up() -> None:
+    """A device whose synchronize takes long is not waited for as often as a plan would have it."""
+    device = DeferredDevice()
+    sync_cost(device, 1000, 0.0)
+    assert device.count("cast") == 15
 
 
 # -- sampling -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.conftest import pytest_configure
+from tests.conftest import set_environment
 from tests.reliability import FAULTS, training_loops
 from tests.reliability.registry import AREAS, Outcome, cells, run
 
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table to this file")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these faults")
     given = parser.parse_args()
-    pytest_configure()
+    set_environment()
     wanted = [one for name, one in FAULTS.items() if not given.names or name in given.names]
     outcomes = []
     for one in wanted:
