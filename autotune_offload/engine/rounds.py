@@ -18,10 +18,13 @@ OWN = 0
 """DeepSpeed's own code, in every round."""
 
 FAR = 2.0
-"""Who takes so many times the best's time in each of the first rounds leaves before there is an interval."""
+"""Who takes more than so many times the best's time in both of the first two rounds leaves before noise is seen."""
 
 BEHIND = 1.1
 """Who is behind by that with all of an interval leaves: entrants were within 10 % of each other in their trials."""
+
+_TOGETHER = 2
+"""One round tells nothing: whatever else the host does may have met one of the two."""
 
 
 class Rival(Record, frozen=True, kw_only=True):
@@ -42,8 +45,8 @@ class Rival(Record, frozen=True, kw_only=True):
     def behind(self) -> bool:
         """Whether it is so far behind that nothing more need be known."""
         if self.rounds < spread.SEEN_FROM:
-            return self.low > FAR
-        return self.low > BEHIND
+            return self.rounds >= _TOGETHER and self.low > FAR
+        return self.low > BEHIND and self.settled
 
     @property
     def settled(self) -> bool:

@@ -79,7 +79,7 @@ def confirmation(entrants: int, **options: object) -> Confirmation:
 # -- explore --------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 99), st.floats(1.35, 20), st.floats(0, 0.1), st.integers(3, 4))
+@given(st.integers(0, 99), st.floats(1.8, 20), st.floats(0, 0.1), st.integers(3, 4))
 def test_a_stored_choice_that_is_wrong_is_left_within_five_rounds(
     seed: int, times: float, noise: float, entrants: int
 ) -> None:
@@ -162,13 +162,26 @@ def test_every_counted_round_has_deepspeeds_own_code_and_each_entrant_once() -> 
 
 
 def test_who_is_far_behind_leaves_early_and_its_slots_are_the_bests() -> None:
-    """Twice the best's time in the first round; after three rounds a clear tenth is enough."""
+    """Twice the best's time in two rounds; after three a clear tenth is enough."""
     job = Job(fixed(2.0, 1.0, 3.0, 1.2), confirmation(4)).run(slots(4, 6))
-    first, rest = job.carried[3:7], job.carried[7:]
-    assert sorted(first) == [0, 1, 2, 3] and 2 not in rest
-    assert rest[:8].count(3) == 2 and 3 not in rest[8:]
+    first, rest = job.carried[3:11], job.carried[11:]
+    assert sorted(first) == [0, 0, 1, 1, 2, 2, 3, 3] and 2 not in rest
+    assert rest[:4].count(3) == 1 and 3 not in rest[4:]
     assert job.conclusions[0][1].behind == (2, 3)
     assert job.conclusions[0][1].winner == STORED
+
+
+@given(st.integers(0, 200))
+def test_one_hiccup_decides_nothing(seed: int) -> None:
+    """An accumulation that takes a hundred times as long costs nobody its place, nor the best its win."""
+    draw = random.Random(seed)
+    hiccup = draw.randrange(3, 11)
+    job = Job(
+        lambda number, carrier: (2.0, 1.0, 1.05, 1.05)[carrier] * (100 if number == hiccup else 1),
+        confirmation(4, seed=str(seed)),
+    )
+    found = job.until_committed()
+    assert found.winner in (1, 2, 3) and found.behind == ()
 
 
 def test_a_round_in_which_the_accumulation_changes_does_not_count() -> None:
@@ -200,7 +213,7 @@ def test_losers_are_not_needed_any_more() -> None:
     state = confirmation(4)
     job = Job(fixed(2.0, 1.0, 3.0, 1.0), state)
     assert state.needed == {0, 1, 2, 3}
-    job.run(slots(4, 1))
+    job.run(slots(4, 2))
     assert state.needed == {0, 1, 3}
     job.until_committed()
     assert state.needed == {STORED}
