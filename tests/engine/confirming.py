@@ -33,7 +33,7 @@ from tests.matrix.driver import HABITS, Case, Trace, start, started
 
 OWN_COST, STORED_COST, BEST_COST, OTHER_COST = 2.0, 3.0, 1.0, 2.5
 PATHS = ("cpu device cast", "cpu", "cpu threads")
-LATE_PATHS = ("late pinned device cast", "late staged threads", "late direct threads")
+LATE_PATHS = ("late pinned device cast", "late staged threads", "late staged host sums")
 """The stored choice, the best one, another; see `tests.engine.loops.SPECS`."""
 
 CASES = {

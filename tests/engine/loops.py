@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from autotune_offload.engine.attach import attach, detach
 from autotune_offload.engine.attachment import Attachment
 from autotune_offload.engine.delivery import Delivery
+from autotune_offload.engine.entrants import Confirm
 from autotune_offload.engine.trainee import single_process_environment
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.paths.destination import DestinationPath
@@ -146,7 +147,11 @@ SPECS = {
     "late staged device cast": _spec("staged", "device", 2, count=8),
     "late staged host sums": _spec("staged", "host", 1, accumulate="host"),
     "late pinned host sums": _spec("pinned", "host", 0, accumulate="host"),
+    "late turns": _spec("pinned", "device", 0),
 }
+
+TURNS = ("late staged threads", "late pinned host sums")
+"""Who else takes turns with the last of those, and with DeepSpeed's own code."""
 
 
 # -- a model and its engine -----------------------------------------------------------------------
@@ -268,7 +273,9 @@ class World:
             return
         late = self.spec.startswith("late")
         device = LateDevice() if late else AcceleratorDevice(FakeAccelerator("cpu"))
-        status = attach(engine, SPECS[self.spec], device, check=self.check)
+        others = TURNS if self.spec == "late turns" else ()
+        confirm = Confirm(others=tuple(SPECS[other] for other in others), seed="drawn") if others else None
+        status = attach(engine, SPECS[self.spec], device, check=self.check, confirm=confirm)
         assert status.why_not is None, status.why_not
         self.statuses.append(status)
 
