@@ -179,6 +179,9 @@ STEP_BEGINS = "_pre_step"
 AWAY = "offload_states"
 """Takes the accumulation buffer's views away; since 0.15.4."""
 
+FINALIZE = "finalize_gradient_accumulation_boundary"
+"""Takes what unmanaged accumulation has summed to fp32, when the engine steps; since 0.19.5."""
+
 OVERFLOW = "has_overflow"
 
 READERS = (
@@ -189,7 +192,7 @@ READERS = (
     "set_fp32_grad_for_param",
     "set_local_grad_for_param",
     "update_fp32_grad_for_param_vectorized",
-    "finalize_gradient_accumulation_boundary",
+    FINALIZE,
 )
 """What else reads or writes the fp32 gradients or the accumulation buffer, whenever a user or DeepSpeed's engine
 calls it (`runtime/zero/stage3.py`); no release has more of them, and the oldest have fewer."""

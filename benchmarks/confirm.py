@@ -39,8 +39,8 @@ from autotune_offload import workload as workloads
 from autotune_offload.api.confirming import planned
 from autotune_offload.api.probe import probe
 from autotune_offload.engine.attach import attach, detach
-from autotune_offload.engine.attachment import Status
 from autotune_offload.engine.entrants import Confirm
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.trainee import single_process_environment
 from autotune_offload.profiles.outcomes import Outcome, Way
 from autotune_offload.records import Candidate, Settings

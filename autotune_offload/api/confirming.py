@@ -16,9 +16,9 @@ from msgspec import structs
 
 from autotune_offload.decide.candidates import kind
 from autotune_offload.engine.attach import attach
-from autotune_offload.engine.attachment import Status
 from autotune_offload.engine.confirmation import FEWEST_ROUNDS, MOST_ROUNDS, ROUNDS_AGAIN
 from autotune_offload.engine.entrants import Confirm, Told
+from autotune_offload.engine.status import Status
 from autotune_offload.machine import limits as machine_limits
 from autotune_offload.machine.device import Device
 from autotune_offload.paths.accumulation import PINNED_BYTES

@@ -25,7 +25,7 @@ from autotune_offload.api.profile import profile_for
 from autotune_offload.api.report import Report
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
-from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.step_attach import StepSpec
 from autotune_offload.errors import ConfigError, UndecidedError
 from autotune_offload.machine import host

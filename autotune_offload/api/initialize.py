@@ -28,7 +28,7 @@ from autotune_offload.api.given import Asked
 from autotune_offload.api.notices import DOCTOR, cause, log, warn
 from autotune_offload.api.report import Report, reports, shown
 from autotune_offload.config import equal_keys, reading
-from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.step_attach import attach_step
 from autotune_offload.errors import ProfileError

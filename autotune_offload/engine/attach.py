@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from autotune_offload.engine import stage3
-from autotune_offload.engine.attachment import Attachment, Status
+from autotune_offload.engine.attachment import Attachment
 from autotune_offload.engine.entrants import Confirm, Tell
+from autotune_offload.engine.status import Status
 from autotune_offload.errors import in_words
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
@@ -71,13 +72,25 @@ def detach(engine: Any) -> bool:
     """Give the optimizer its own methods back; False where none were replaced."""
     entry = _entries.pop(engine, None)
     attachment = None if entry is None else entry.attachment()
-    return attachment is not None and attachment.remove()
+    return attachment is not None and attachment.remove("the path was taken out")
 
 
 def status(engine: Any) -> Status | None:
     """What the path attached to `engine` has done, or did until it failed; None where there was none."""
     entry = _entries.get(engine)
-    return None if entry is None else entry.status
+    if entry is None:
+        return None
+    attachment = entry.attachment()
+    if attachment is not None:
+        attachment.look()
+    return entry.status
+
+
+def pinned_bytes(engine: Any) -> dict[str, int]:
+    """What the path attached to `engine` keeps page-locked, by what it is for."""
+    entry = _entries.get(engine)
+    attachment = None if entry is None else entry.attachment()
+    return {} if attachment is None else attachment.pinned_bytes
 
 
 def why_not_attachable(engine: Any) -> str | None:

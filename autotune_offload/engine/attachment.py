@@ -23,23 +23,22 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from autotune_offload.engine import overflow
 from autotune_offload.engine.clock import OffloadClock
 from autotune_offload.engine.contest import Contest
-from autotune_offload.engine.delivery import Delivery
-from autotune_offload.engine.entrants import Confirm, Confirmed, Entrant, Tell
+from autotune_offload.engine.entrants import Confirm, Entrant, Tell
 from autotune_offload.engine.norms import Norms
 from autotune_offload.engine.passes import Passes
 from autotune_offload.engine.replacement import Replacement
 from autotune_offload.engine.self_check import SelfCheck
 from autotune_offload.engine.stage3 import Stage3
+from autotune_offload.engine.status import Account, Status
+from autotune_offload.engine.tally import By
 from autotune_offload.engine.visible import Events, named
 from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
@@ -49,6 +48,7 @@ from autotune_offload.upstream import (
     AWAY,
     DESTROY,
     EPILOGUE,
+    FINALIZE,
     NORMS,
     OVERFLOW,
     PARTITION,
@@ -56,38 +56,7 @@ from autotune_offload.upstream import (
     STEP_BEGINS,
 )
 
-_KEPT_TIMES = 100
-
 _log = logging.getLogger("autotune_offload")
-
-
-class Status(msgspec.Struct, kw_only=True):
-    """What an attached path has done so far. Times are of one accumulation, as `clock` counts them."""
-
-    why_not: str | None = None
-    """Why DeepSpeed's own code runs: from the start, or since the path was taken out."""
-    check: SelfCheck | None = None
-    """None until a backward pass that ends an accumulation has been compared; grows with each new kind of pass."""
-    accumulation_seconds: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
-    """Without those in which DeepSpeed's own code ran, for comparison or for its time."""
-    stock_accumulation_seconds: deque[float] = msgspec.field(
-        default_factory=lambda: deque(maxlen=_KEPT_TIMES)
-    )
-    """The same of DeepSpeed's own code: the one after the self-check, or those of a confirmation."""
-    carriers: tuple[str, ...] = ()
-    """Who carries the gradients now, in words; several while they take turns, so that the fastest can be found."""
-    confirmed: Confirmed | None = None
-    """What was found last; None before, and without confirmation."""
-    switches: int = 0
-    """How often another was committed to than had carried before."""
-    left_out: dict[str, str] = msgspec.field(default_factory=dict)
-    """Paths that carry no more, in words, with the reason."""
-    link_bytes: int = 0
-    """Moved between device and host for the gradients that the path carried; 0 where they share memory."""
-    stock_link_bytes: int = 0
-    """What DeepSpeed's own code would have moved for the same gradients."""
-    left_to_deepspeed: int = 0
-    """Partitions that DeepSpeed's own code carried because the path does not do them exactly."""
 
 
 class Attachment:
@@ -115,6 +84,7 @@ class Attachment:
         self._norms = Norms(self.stage3, device)
         self._passes = Passes()
         self._clock = OffloadClock(device.now)
+        self._account = Account(self.status, self.stage3, device)
         self._events = Events()
         self._checked = False
         checks = self if check else None
@@ -141,7 +111,18 @@ class Attachment:
             }
         )
 
-    def remove(self) -> bool:
+    def look(self) -> None:
+        """Note in the status who is called now; from any thread."""
+        if self.active:
+            names = [name for name in (PARTITION, EPILOGUE) if not self._methods.is_ours(name)]
+            self.status.replaced = tuple(names)
+
+    @property
+    def pinned_bytes(self) -> dict[str, int]:
+        """What is page-locked for the path now, by what it is for."""
+        return self._contest.pinned_bytes if self._methods.active else {}
+
+    def remove(self, why: str) -> bool:
         """Put DeepSpeed's methods back, finish what is under way, and give the buffers back.
 
         A method that somebody has wrapped since stays, and does what DeepSpeed's own does. False where
@@ -149,12 +130,16 @@ class Attachment:
         """
         if not self._methods.active:
             return False
+        self.look()
+        self._account.publish()
         self._methods.take_out()
         self._contest.end()
         try:
             self._norms.make_all_exact()
         except Exception:  # they differ in their last bits at most
             _log.debug("autotune-offload: norms could not be computed again", exc_info=True)
+        if self.status.why_not is None:
+            self.status.ended = why
         return True
 
     def give_up(self, cause: str) -> None:
@@ -184,7 +169,7 @@ class Attachment:
     def _end(self, cause: str) -> None:
         self.status.why_not = cause
         _log.warning("autotune-offload: %s; from here on DeepSpeed's own code carries the gradients", cause)
-        self.remove()
+        self.remove(cause)
 
     def _say_who_carries(self) -> None:
         self.status.carriers = self._contest.carriers
@@ -201,13 +186,18 @@ class Attachment:
             return list(self._methods.former(PARTITION)(params_to_release, grad_partitions))
         self._clock.begin()
         with named(self.device, self._contest.present.name):
-            if self._contest.present is self._contest.own:
-                return self.stock(params_to_release, grad_partitions)
-            buffers: list[Tensor] = []
             moment = Moment(self.stage3.at_first, self.stage3.at_boundary)
-            for param, gradient in zip(params_to_release, grad_partitions, strict=False):
-                buffers += self._one(param, gradient, moment)
-            return buffers
+            if self._contest.present is self._contest.own:
+                for param, gradient in zip(params_to_release, grad_partitions, strict=False):
+                    if self.stage3.holds_data(param):
+                        self.count("deepspeed", param, gradient, moment)
+                buffers = self.stock(params_to_release, grad_partitions)
+            else:
+                buffers = []
+                for param, gradient in zip(params_to_release, grad_partitions, strict=False):
+                    buffers += self._one(param, gradient, moment)
+            self._account.publish()
+        return buffers
 
     def _one(self, param: Any, gradient: Tensor, moment: Moment) -> list[Tensor]:
         if not self.active:
@@ -243,6 +233,8 @@ class Attachment:
         if self._methods.active:
             self.drain()
             self._passes.stepped()
+            self._account.stepped()
+            self.look()
             try:
                 self._turn()
             except Exception as error:  # whatever it is, training goes on
@@ -255,9 +247,7 @@ class Attachment:
             return
         seconds = took.seconds if took.whole and not checked else None
         if seconds is not None:
-            own = self._contest.present is self._contest.own
-            status = self.status
-            (status.stock_accumulation_seconds if own else status.accumulation_seconds).append(seconds)
+            self.status.took(seconds, by_deepspeed=self._contest.present is self._contest.own)
         self._contest.turn(seconds, took.passes)
         self._say_who_carries()
         self._events.write(
@@ -265,7 +255,7 @@ class Attachment:
         )
 
     def _destroy(self) -> None:
-        self.remove()
+        self.remove("the engine was destroyed")
         self._methods.former(DESTROY)()
 
     def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -274,6 +264,8 @@ class Attachment:
             self.drain()
             if name == NORMS:
                 self._norms.make_exact_where_it_shows(*args, **kwargs)
+            elif name == FINALIZE:
+                self._account.deferred()
             elif name == AWAY:
                 self._norms.make_all_exact()
             elif name == OVERFLOW:
@@ -291,7 +283,7 @@ class Attachment:
         param.grad = None
         return buffers
 
-    def carry(self, param: Any, gradient: Tensor, moment: Moment) -> list[Tensor]:
+    def carry(self, param: Any, gradient: Tensor, moment: Moment, by: By = "path") -> list[Tensor]:
         """Accumulate one partition's gradient, and at the boundary offload it; DeepSpeed's buffer view."""
         destination, delivery = self.stage3.destination(param, gradient), self._contest.present.delivery
         if destination is None or delivery is None:
@@ -308,18 +300,37 @@ class Attachment:
             return self.leave(param, gradient)
         self.stage3.saw(param)
         send()
+        self._account.add(by if self.active else "path", low, moment)
         if self.active:
-            self._count(delivery, gradient, low, moment)
+            self._account.crossed(delivery.link_bytes(gradient, low, moment), low, moment)
         return [low]
 
-    def _count(self, delivery: Delivery, gradient: Tensor, low: Tensor, moment: Moment) -> None:
-        if not self.device.shares_host_memory:
-            self.status.link_bytes += delivery.link_bytes(gradient, low, moment)
-            self.status.stock_link_bytes += 2 * low.nbytes + (4 * low.numel() if moment.boundary else 0)
+    def carry_piece(self, param: Any, gradient: Tensor, moment: Moment, piece: slice) -> bool:
+        """The same of a piece of one, as if there were no more of it; False where the path has failed.
+
+        Returns when it has arrived. Its norm stands where that of the partition belongs.
+        """
+        destination, entrant = self.stage3.destination(param, gradient), self._contest.present
+        assert destination is not None and entrant.delivery is not None
+        entrant.delivery.settle(param)
+        low = self.stage3.buffer(param, gradient)[piece]
+        values, goal = gradient.contiguous().view(-1)[piece], destination[piece]
+        try:
+            send = entrant.delivery.prepare(param, values, low, goal, moment)
+            send()
+            self.drain()
+        except Exception as error:
+            self._path_failed(entrant, error)
+        return self.active
+
+    def count(self, by: By, param: Any, gradient: Tensor, moment: Moment) -> None:
+        """One partition was moved."""
+        self._account.add(by, self.stage3.buffer(param, gradient), moment)
 
     def leave(self, param: Any, gradient: Tensor) -> list[Tensor]:
         """One partition by DeepSpeed's own code, counted as left to it."""
         self.status.left_to_deepspeed += 1
+        self.count("deepspeed", param, gradient, Moment(self.stage3.at_first, self.stage3.at_boundary))
         return self.stock([param], [gradient])
 
     def stock(self, params: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -88,9 +88,18 @@ class Contest:
         return tuple(each.name for each in [self.own, *self.able])
 
     @property
-    def left_out(self) -> dict[str, str]:
-        """Those that carry no more, in words, with the reason."""
-        return {each.name: each.why_not for each in self.entrants if each.why_not is not None}
+    def left_out(self) -> tuple[tuple[str, str], ...]:
+        """Those that carry no more, in words, each with the reason."""
+        return tuple((each.name, each.why_not) for each in self.entrants if each.why_not is not None)
+
+    @property
+    def pinned_bytes(self) -> dict[str, int]:
+        """What is page-locked for all of them now, by what it is for."""
+        found: dict[str, int] = {}
+        for each in self.entrants:
+            for name, count in (each.delivery.pinned_bytes if each.delivery is not None else {}).items():
+                found[name] = found.get(name, 0) + count
+        return found
 
     @property
     def gain(self) -> float | None:

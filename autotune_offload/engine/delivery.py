@@ -65,6 +65,14 @@ class Delivery:
             host_pass.why_not_fused(dtype)  # compiles it, if need be
         self._path = build(device, choice, dtype)
 
+    @property
+    def pinned_bytes(self) -> dict[str, int]:
+        """What is page-locked here, by what it is for."""
+        return {
+            "the path's ring": self._path.pinned_bytes,
+            "sums on the host": self._accumulation.pinned_bytes,
+        }
+
     def link_bytes(self, gradient: Tensor, low: Tensor, moment: Moment) -> int:
         """What crosses the link for one partition; 0 where there is none."""
         if self.device.shares_host_memory:

@@ -43,6 +43,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     attachment: weakref.ref[StepAttachment]
     status: StepStatus
+    pieces: Pieces | None
 
 
 _entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
@@ -76,7 +77,8 @@ def attach_step(
         fused = f"the pass cannot be made: {in_words(error)}"
     attachment = _attachment(optimizer, device, fused, spec, check=check)
     attachment.replace_methods()
-    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status)
+    pieces = fused.pieces if isinstance(fused, FusedAdam) else None
+    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status, pieces)
     return attachment.status
 
 
@@ -91,6 +93,12 @@ def step_status(engine: Any) -> StepStatus | None:
     """What has become of the step of `engine`; None where nothing was attached."""
     entry = _entries.get(engine)
     return None if entry is None else entry.status
+
+
+def step_pinned_bytes(engine: Any) -> int:
+    """What the step of `engine` keeps page-locked for itself."""
+    entry = _entries.get(engine)
+    return 0 if entry is None or entry.pieces is None else entry.pieces.pinned_bytes
 
 
 def most_threads() -> int:

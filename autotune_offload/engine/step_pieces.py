@@ -182,6 +182,11 @@ class Pieces:
         for ring in self._rings.values():
             ring.drain()
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked for what goes to the device."""
+        return sum(ring.pinned_bytes for ring in tuple(self._rings.values()))
+
     def close(self) -> None:
         """End the threads and give the buffers back."""
         if self._pool is not None:
@@ -216,6 +221,10 @@ class _Ring:
 
     def __len__(self) -> int:
         return len(self._events)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(slot.nbytes for slot in tuple(self._slots)) if self._locked else 0
 
     def free(self, number: int) -> Tensor:
         """The buffer of piece `number`, when what it held is on the device."""

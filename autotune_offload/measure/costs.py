@@ -21,6 +21,9 @@ _TELLING_SECONDS = 2e-3
 
 _FEW_SAMPLES = 5
 
+_LAST_LOCKS = 3
+"""The least a GiB of so many blocks counts: what comes in between while one is locked only ever takes longer."""
+
 _SQUARE = 2048
 """Side of the matrices that are multiplied for it: 17 GFLOP in fp32."""
 
@@ -110,7 +113,8 @@ def pin_cost(
     """Pin blocks of doubling size, freeing each, until one fails, the cap is reached or time is up."""
     if why_not is not None:
         return PinCost(seconds_per_gib=None, largest_bytes=0, capped=False, reason=why_not)
-    size, largest, per_gib = mmap.PAGESIZE, 0, None
+    size, largest = mmap.PAGESIZE, 0
+    per_gib: list[float] = []
     reason = None
     while size <= cap_bytes:
         if rehearsed is not None and rehearsed.reason is not None and size > rehearsed.largest_bytes:
@@ -122,7 +126,8 @@ def pin_cost(
         except PinError as error:
             reason = str(error)
             break
-        largest, per_gib = size, (device.now() - before) / size * 2**30
+        largest = size
+        per_gib.append((device.now() - before) / size * 2**30)
         device.release_pinned(pinned)
         del pinned
         taken = device.now() - before
@@ -133,7 +138,7 @@ def pin_cost(
     if rehearsed is not None and reason is None:  # what failed there lies beyond what was tried here
         reason = rehearsed.reason
     return PinCost(
-        seconds_per_gib=per_gib,
+        seconds_per_gib=min(per_gib[-_LAST_LOCKS:], default=None),
         largest_bytes=largest,
         capped=reason is None,
         reason=reason,

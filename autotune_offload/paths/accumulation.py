@@ -138,6 +138,11 @@ class Accumulation:
             sums.recover()
         return self._norms()
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked for adding on the host."""
+        return sum(sums.pinned_bytes for sums in tuple(self._sums.values()))
+
     def close(self) -> None:
         """Give back the buffers."""
         while self._sums:
@@ -250,6 +255,12 @@ class HostSums:
         self._pending: dict[int, _Partition] = {}
         """By where each sum lies."""
         self._norms: dict[int, float] = {}
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the buffers."""
+        block = self._block
+        return block.nbytes if block is not None and self._pinned else 0
 
     def add(
         self, gradient: Tensor, low: Tensor, destination: Tensor | None = None, key: int | None = None

@@ -10,10 +10,10 @@ from msgspec import structs
 
 from autotune_offload.api import confirming
 from autotune_offload.api.confirming import Plan, planned
-from autotune_offload.engine.attachment import Status
 from autotune_offload.engine.confirmation import FEWEST_ROUNDS, MOST_ROUNDS, ROUNDS_AGAIN, Conclusion
 from autotune_offload.engine.entrants import Told
 from autotune_offload.engine.entrants import Wrong as WrongPath
+from autotune_offload.engine.status import Status
 from autotune_offload.profiles import outcomes
 from autotune_offload.profiles.outcomes import Outcome, Way, Wrong
 from autotune_offload.profiles.store import Store

@@ -10,7 +10,6 @@ import inspect
 import json
 import logging
 import types
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from autotune_offload.api import initialize as api_initialize
 from autotune_offload.api import profile as api_profile
 from autotune_offload.api import report as api_report
 from autotune_offload.api.given import Asked, workload_of
-from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.status import Status
 from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.profiles import lookup
@@ -698,7 +697,7 @@ def test_a_report_of_a_foreign_engine_says_so() -> None:
 )
 def test_the_report_tells_an_accumulation_with_and_without_the_path(stock: list[float], words: str) -> None:
     """Medians of what was measured; nothing where nothing was."""
-    path = Status(accumulation_seconds=deque([0.001, 0.003]), stock_accumulation_seconds=deque(stock))
+    path = Status(accumulation_seconds=(0.001, 0.003), stock_accumulation_seconds=tuple(stock))
     assert words in api_report.Report(profile=None, path=path).carrier()
     assert ("without" in api_report.Report(profile=None, path=path).carrier()) is bool(stock)
     assert "accumulation" not in api_report.Report(profile=None, path=Status()).carrier()

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from autotune_offload.engine import attach as engine_attach
-from autotune_offload.engine.attachment import Attachment, Status
+from autotune_offload.engine.attachment import Attachment
 from autotune_offload.engine.contest import Contest
 from autotune_offload.engine.entrants import Confirm, Told
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.visible import GAIN, SECONDS, SWITCHES
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.paths.destination import DestinationPath
@@ -209,7 +210,7 @@ def test_one_that_is_wrong_leaves_and_the_others_go_on(
             for one in (engine, stock):
                 step_of(one, number, 2)
             assert_same(engine, stock)
-    assert status.why_not is None and list(status.left_out) == [
+    assert status.why_not is None and [name for name, _ in status.left_out] == [
         attachment_of(engine)._contest.entrants[1 + of].name
     ]
     assert len([line for line in warned if "others go on" in line]) == 1
@@ -263,7 +264,7 @@ def test_one_that_cannot_be_built_takes_no_part() -> None:
     """The others do; the stored choice has to be."""
     engine, locks_nothing = Engine(), AcceleratorDevice(FakeAccelerator("cpu", pinning="same object"))
     status = confirming(engine, locks_nothing, (2.0, 1.0, 1.0, 1.0), (candidate(), STAGED, THREADS))
-    assert len(status.carriers) == 3 and "PinError" in "".join(status.left_out.values())
+    assert len(status.carriers) == 3 and "PinError" in str(status.left_out)
     for number in range(30):
         step_of(engine, number)
     assert status.confirmed is not None and status.confirmed.conclusion.seconds[2] is None

@@ -439,6 +439,25 @@ def test_the_pin_sweep_ends_in_time() -> None:
     assert cost.seconds_per_gib == pytest.approx(1024)
 
 
+@pytest.mark.parametrize("at", range(9))
+def test_what_comes_in_between_does_not_make_locking_slow(at: int) -> None:
+    """A second is lost while one block of nine is locked, whichever: a GiB takes a millisecond a MiB all the same."""
+
+    class Interrupted(DeferredDevice):
+        seconds, blocks = 0.0, 0
+
+        def now(self) -> float:
+            return self.seconds
+
+        def pinned_empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+            self.seconds += 1e-3 * elements * dtype.itemsize / MIB + (self.blocks == at)
+            self.blocks += 1
+            return super().pinned_empty(elements, dtype)
+
+    cost = pin_cost(Interrupted(), MIB, None, deadline=60.0)
+    assert cost.seconds_per_gib == pytest.approx(1.024) and cost.largest_bytes == MIB
+
+
 def test_what_does_not_pin_says_why() -> None:
     """The reason is kept, and nothing is tried."""
     cost = pin_cost(cpu(), MIB, "not on offer", 0.0)
