@@ -91,7 +91,7 @@ class Attachment:
         self._contest = Contest(
             self.stage3, device, self._norms, choice, confirm, self._path_failed, tell=tell, checks=checks
         )
-        self._say_who_carries()
+        self._account.who(self._contest)
 
     @property
     def active(self) -> bool:
@@ -162,7 +162,7 @@ class Attachment:
             return
         if self._contest.leave(entrant, cause):
             _log.warning("autotune-offload: %s; of the paths that are tried, others go on", cause)
-            self._say_who_carries()
+            self._account.who(self._contest)
             return
         self._end(cause)
 
@@ -170,11 +170,6 @@ class Attachment:
         self.status.why_not = cause
         _log.warning("autotune-offload: %s; from here on DeepSpeed's own code carries the gradients", cause)
         self.remove(cause)
-
-    def _say_who_carries(self) -> None:
-        self.status.carriers = self._contest.carriers
-        self.status.left_out = self._contest.left_out
-        self.status.confirmed, self.status.switches = self._contest.confirmed, self._contest.switches
 
     # -- what DeepSpeed calls --
 
@@ -249,7 +244,7 @@ class Attachment:
         if seconds is not None:
             self.status.took(seconds, by_deepspeed=self._contest.present is self._contest.own)
         self._contest.turn(seconds, took.passes)
-        self._say_who_carries()
+        self._account.who(self._contest)
         self._events.write(
             self._engine(), seconds=seconds, gain=self._contest.gain, switches=self._contest.switches
         )
@@ -300,9 +295,8 @@ class Attachment:
             return self.leave(param, gradient)
         self.stage3.saw(param)
         send()
-        self._account.add(by if self.active else "path", low, moment)
-        if self.active:
-            self._account.crossed(delivery.link_bytes(gradient, low, moment), low, moment)
+        crossed = delivery.link_bytes(gradient, low, moment)
+        self._account.carried(by, low, moment, crossed, by_path=self.active)
         return [low]
 
     def carry_piece(self, param: Any, gradient: Tensor, moment: Moment, piece: slice) -> bool:

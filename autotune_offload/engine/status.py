@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from torch import Tensor
 
+from autotune_offload.engine.contest import Contest
 from autotune_offload.engine.entrants import Confirmed
 from autotune_offload.engine.self_check import SelfCheck
 from autotune_offload.engine.stage3 import Stage3
@@ -72,11 +73,18 @@ class Account:
         """One partition, by its place in the accumulation buffer."""
         self._counter.add(by, low.nbytes, to_fp32=moment.boundary)
 
-    def crossed(self, link_bytes: int, low: Tensor, moment: Moment) -> None:
-        """So many bytes by the path, for what DeepSpeed's own code would have moved otherwise."""
-        if self._linked:
+    def carried(self, by: By, low: Tensor, moment: Moment, link_bytes: int, *, by_path: bool) -> None:
+        """One that our code has carried, or delivered plainly when the path failed; so many bytes crossed the link."""
+        self.add(by if by_path else "path", low, moment)
+        if by_path and self._linked:
             self._status.link_bytes += link_bytes
             self._status.stock_link_bytes += 2 * low.nbytes + (4 * low.numel() if moment.boundary else 0)
+
+    def who(self, contest: Contest) -> None:
+        """Who carries now, and what was found so far."""
+        status = self._status
+        status.carriers, status.left_out = contest.carriers, contest.left_out
+        status.confirmed, status.switches = contest.confirmed, contest.switches
 
     def deferred(self) -> None:
         """What unmanaged accumulation has summed, and DeepSpeed's own code takes to fp32 at the step."""
