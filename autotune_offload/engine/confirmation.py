@@ -199,12 +199,10 @@ class Confirmation:
         return concluded
 
     def _by_tie_rule(self, rounds: Rounds, best: int) -> int:
-        """Within the noise of the fastest: after drift who carries, else DeepSpeed's own code, else who pins less."""
+        """Within the noise of the fastest: after drift who carries, else who pins less, DeepSpeed's own code first."""
         near = [each for each in sorted(rounds.racing) if self._near(rounds, each, best)]
         if self.conclusion is not None and self.holder in near:
             return self.holder
-        if OWN in near:
-            return OWN
         return min(near, key=lambda each: (self._pins[each], each))
 
     @staticmethod

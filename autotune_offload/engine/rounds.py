@@ -89,12 +89,9 @@ class Rounds:
     def over(self, seconds: float | None, passes: int) -> bool:
         """The accumulation of this slot took so long, None where that is not to be compared; True at a round's end.
 
-        A round whose accumulations do not all have the same number of backward passes does not count.
+        Of a round only accumulations with as many backward passes as its first one count.
         """
-        if self._passes is None:
-            self._passes = passes
-        elif self._passes != passes:
-            self._forget_round()
+        self._passes = passes if self._passes is None else self._passes
         if self.counts and seconds is not None and self._passes == passes:
             self._seconds[self.slot][self.done] = seconds
         del self._order[0]
@@ -153,7 +150,3 @@ class Rounds:
         order = list(range(self._everybody))
         self._draw.shuffle(order)
         return [each for each in order if each != OWN] if self._warming and self._everybody > 1 else order
-
-    def _forget_round(self) -> None:
-        for seconds in self._seconds.values():
-            seconds.pop(self.done, None)
