@@ -264,6 +264,7 @@ def stock_sequence(version: tuple[int, int, int]) -> StockSequence:
 # -- how its ZeRO-3 optimizer makes a step --------------------------------------------------------
 
 UNSCALE, REASSIGN = "unscale_and_clip_grads", "_reassign_or_swap_out_partitioned_parameters"
+OPTIMIZER_STEP = "_optimizer_step"
 UNFLATTEN, POST_STEP = "_unflatten_partitioned_parameters", "_post_step"
 """Called for each sub-group by `step` in this order, with the inner optimizer's step between the first two, and
 `_post_step` once after all of them; the first three are the same syntax tree in 0.14.5 to 0.19.8."""

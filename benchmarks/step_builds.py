@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotune_offload.engine.step_attach import most_threads
 from autotune_offload.machine import adam, compiled
+from autotune_offload.machine.accelerator import AcceleratorDevice
 from benchmarks.output import reporting
 from benchmarks.step import Floor
 
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     with reporting(options.json) as emit:
-        threads, able = most_threads(), flags_of_processor()
+        threads, able = AcceleratorDevice().most_threads(), flags_of_processor()
         builds: dict[str, Any] = {
             name: Build(flags, options.elements, threads)
             for name, flags in BUILDS.items()

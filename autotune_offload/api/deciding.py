@@ -179,7 +179,7 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         config=tuned.config,
         report=report_,
         carry_path=carry_path,
-        step=_step(settings) if asked.attaches and why_no_path is None else None,
+        step=_step(settings, profile.step) if asked.attaches and why_no_path is None else None,
         device=device,
         settings=settings,
         strict=settings.strict,
@@ -191,8 +191,16 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
     return decided
 
 
-def _step(settings: records.Settings) -> StepSpec:
-    return StepSpec(step=settings.step, page_lock=settings.max_pinned_bytes != 0)
+def _step(settings: records.Settings, decided: records.StepDecision | None) -> StepSpec:
+    """As decided; where nothing of a step was measured, the running engine finds out alone."""
+    may_lock = settings.max_pinned_bytes != 0
+    if decided is None:
+        return StepSpec(step=settings.step, page_lock=may_lock)
+    return StepSpec(
+        step=settings.step,
+        begins_with=decided.threads or None,
+        page_lock=may_lock and (decided.way, decided.back) != ("fused", "direct"),
+    )
 
 
 def _why_not(config: Mapping[str, Any], settings: records.Settings) -> str | None:

@@ -50,9 +50,12 @@ class Report(Record, frozen=True, kw_only=True):
         choice = self.profile.choice
         words = f"path {choice.path}, cast on the {choice.cast}"
         lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self.carrier()}"]
+        lines += [self.carried()] * bool(self.carried())
         lines += [f"steps made {self.stepper()}"] * (self.step is not None)
         lines.append("why:")
-        return lines + [f"  - {reason}" for reason in choice.reasons]
+        decided = self.profile.step if self.step is not None else None
+        reasons = (*choice.reasons, *(decided.reasons if decided is not None else ()))
+        return lines + [f"  - {reason}" for reason in reasons]
 
     def carrier(self) -> str:
         """By whom gradients are moved, and what is known of it so far, in a few words."""
@@ -60,6 +63,8 @@ class Report(Record, frozen=True, kw_only=True):
         if path is None:
             return "by DeepSpeed's own code, with the keys below"
         words = [_by_whom(path)]
+        if path.why_not is not None or path.ended is not None or path.replaced:
+            return words[0]  # what was found and timed was the path's
         check = path.check
         if check is not None and check.partitions and check.mismatch is None:
             words.append(f"the first {check.partitions} partitions were DeepSpeed's own to the last bit")
@@ -68,7 +73,11 @@ class Report(Record, frozen=True, kw_only=True):
         if path.stock_link_bytes:
             share = path.link_bytes / path.stock_link_bytes
             words.append(f"{share:.0%} of the bytes that DeepSpeed would move over the link")
-        return "; ".join([*words, *_counted(path)])
+        return "; ".join(words)
+
+    def carried(self) -> str:
+        """Who has taken how much to fp32, now and since the start, in a few words; empty before anything was."""
+        return "" if self.path is None else "; ".join(_counted(self.path))
 
     def stepper(self) -> str:
         """By whom optimizer steps are made, and what is known of it so far, in a few words."""
@@ -136,7 +145,12 @@ def _counted(path: Status) -> list[str]:
     start, last = path.tally.since_start, path.tally.last_accumulation
     words = []
     if start != Shares():
-        words = [f"to fp32 in the last accumulation {_shares(last)}, since the start {_shares(start)}"]
+        over = path.why_not is not None or path.ended is not None
+        words = [
+            f"taken to fp32 until then: {_shares(start)}"
+            if over
+            else f"taken to fp32 in the last accumulation: {_shares(last)}; since the start: {_shares(start)}"
+        ]
     if path.left_to_deepspeed:
         left = f"{path.left_to_deepspeed:,} times a partition was left to DeepSpeed's own code"
         words.append(f"{left}, since the path does not do it exactly or has failed")

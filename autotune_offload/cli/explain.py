@@ -11,6 +11,7 @@ import click
 from autotune_offload import units
 from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json
+from autotune_offload.cli.steps import print_steps, step_document
 from autotune_offload.cli.stored import find_profile, open_store
 from autotune_offload.cli.trace import trace_option, write_trace
 from autotune_offload.reports.alternatives import Alternative, alternatives, best_of_each, rejections, verdict
@@ -49,6 +50,7 @@ def _document(profile: Profile, path: Path) -> dict[str, Any]:
         "profile": str(path),
         "choice": to_plain(profile.choice),
         "accumulations": to_plain(profile.accumulations),
+        "step": step_document(profile),
         "alternatives": [
             {
                 **{each.name: getattr(row, each.name) for each in fields(row) if each.name != "way"},
@@ -76,6 +78,7 @@ def _print(out: Console, profile: Profile) -> None:
     rows = best_of_each(alternatives(profile))
     _print_alternatives(out, rows)
     print_accumulations(out, profile)
+    print_steps(out, profile, rates=False)
     _print_doubts(out, rows, profile)
     _print_rejections(out, rejections(profile))
     _print_sizes(out, choice)

@@ -230,6 +230,31 @@ def _print_table(out: Console, pairs: list[tuple[Machine, Profile]]) -> None:
     versions = "its two memories" if several else "any version's"
     adds = " ^: micro-steps are added up on the host." if several else ""
     out.print(f"{legend}{versions}. =: DeepSpeed's own code is kept.{adds} All times are virtual.")
+    _print_steps(out, pairs)
+
+
+def _print_steps(out: Console, pairs: list[tuple[Machine, Profile]]) -> None:
+    """The optimizer step of each, as predicted."""
+    from autotune_offload.cli.readable import heading, table
+
+    heading(out, "Optimizer step: the compiled pass against DeepSpeed's own")
+    grid = table("machine", "weights go", right=("threads", "step", "threads", "own", "gain"))
+    for machine, profile in pairs:
+        decided, rates = profile.step, profile.step_rates
+        if decided is not None and rates is not None:
+            grid.add_row(
+                machine.name,
+                decided.back,
+                str(decided.threads or units.MISSING),
+                units.duration(decided.chosen.predicted_seconds),
+                str(rates.threads),
+                units.duration(decided.own.predicted_seconds),
+                units.times(decided.gain),
+            )
+    out.print(grid)
+    out.print(
+        "Predicted from what was timed; threads: host threads of each, DeepSpeed's own as launchers set them."
+    )
 
 
 def _row(profile: Profile) -> list[str]:

@@ -113,9 +113,9 @@ class Attachment:
 
     def look(self) -> None:
         """Note in the status who is called now; from any thread."""
+        replaced = self._methods.replaced(PARTITION, EPILOGUE)
         if self.active:
-            names = [name for name in (PARTITION, EPILOGUE) if not self._methods.is_ours(name)]
-            self.status.replaced = tuple(names)
+            self.status.replaced = replaced
 
     @property
     def pinned_bytes(self) -> dict[str, int]:
@@ -138,8 +138,7 @@ class Attachment:
             self._norms.make_all_exact()
         except Exception:  # they differ in their last bits at most
             _log.debug("autotune-offload: norms could not be computed again", exc_info=True)
-        if self.status.why_not is None:
-            self.status.ended = why
+        self.status.ended = why if self.status.why_not is None else None
         return True
 
     def give_up(self, cause: str) -> None:
@@ -184,8 +183,7 @@ class Attachment:
             moment = Moment(self.stage3.at_first, self.stage3.at_boundary)
             if self._contest.present is self._contest.own:
                 for param, gradient in zip(params_to_release, grad_partitions, strict=False):
-                    if self.stage3.holds_data(param):
-                        self.count("deepspeed", param, gradient, moment)
+                    self.count("deepspeed", param, gradient, moment)
                 buffers = self.stock(params_to_release, grad_partitions)
             else:
                 buffers = []
@@ -300,30 +298,32 @@ class Attachment:
         return [low]
 
     def carry_piece(self, param: Any, gradient: Tensor, moment: Moment, piece: slice) -> bool:
-        """The same of a piece of one, as if there were no more of it; False where the path has failed.
-
-        Returns when it has arrived. Its norm stands where that of the partition belongs.
-        """
+        """The same of a piece, as if there were no more of it, and its norm; there when this returns, or False."""
         destination, entrant = self.stage3.destination(param, gradient), self._contest.present
         assert destination is not None and entrant.delivery is not None
-        entrant.delivery.settle(param)
+        delivery = entrant.delivery
+        delivery.settle(param)
         low = self.stage3.buffer(param, gradient)[piece]
         values, goal = gradient.contiguous().view(-1)[piece], destination[piece]
         try:
-            send = entrant.delivery.prepare(param, values, low, goal, moment)
+            send = delivery.prepare(param, values, low, goal, moment)
             send()
             self.drain()
         except Exception as error:
             self._path_failed(entrant, error)
+        if self.active:
+            self._account.crossed(delivery.link_bytes(values, low, moment), low, moment)
         return self.active
 
     def count(self, by: By, param: Any, gradient: Tensor, moment: Moment) -> None:
-        """One partition was moved."""
-        self._account.add(by, self.stage3.buffer(param, gradient), moment)
+        """One partition was moved, if it holds any data."""
+        if self.stage3.holds_data(param):
+            itemsize = self.stage3.optimizer.gradient_accumulation_dtype.itemsize
+            self._account.add(by, gradient.numel() * itemsize, moment)
 
     def leave(self, param: Any, gradient: Tensor) -> list[Tensor]:
         """One partition by DeepSpeed's own code, counted as left to it."""
-        self.status.left_to_deepspeed += 1
+        self.status.left_to_deepspeed += self.stage3.holds_data(param)
         self.count("deepspeed", param, gradient, Moment(self.stage3.at_first, self.stage3.at_boundary))
         return self.stock([param], [gradient])
 

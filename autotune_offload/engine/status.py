@@ -69,14 +69,19 @@ class Account:
         self._linked = not device.shares_host_memory
         self._counter = Counter()
 
-    def add(self, by: By, low: Tensor, moment: Moment) -> None:
-        """One partition, by its place in the accumulation buffer."""
-        self._counter.add(by, low.nbytes, to_fp32=moment.boundary)
+    def add(self, by: By, size_bytes: int, moment: Moment) -> None:
+        """One partition, of so many bytes in the accumulation buffer."""
+        self._counter.add(by, size_bytes, to_fp32=moment.boundary)
 
     def carried(self, by: By, low: Tensor, moment: Moment, link_bytes: int, *, by_path: bool) -> None:
         """One that our code has carried, or delivered plainly when the path failed; so many bytes crossed the link."""
-        self.add(by if by_path else "path", low, moment)
-        if by_path and self._linked:
+        self.add(by if by_path else "path", low.nbytes, moment)
+        if by_path:
+            self.crossed(link_bytes, low, moment)
+
+    def crossed(self, link_bytes: int, low: Tensor, moment: Moment) -> None:
+        """So many bytes by a path, for what DeepSpeed's own code would have moved otherwise."""
+        if self._linked:
             self._status.link_bytes += link_bytes
             self._status.stock_link_bytes += 2 * low.nbytes + (4 * low.numel() if moment.boundary else 0)
 

@@ -19,6 +19,7 @@ from autotune_offload.engine.trainee import (
     BUILDING_SHARE,
     METRICS,
     Metric,
+    Phase,
     Timing,
     Trainee,
     Variant,
@@ -73,6 +74,8 @@ class VariantResult:
     ratios: dict[Metric, Ratio]
     losses: tuple[float, ...]
     verdict: str
+    phases: dict[Phase, Timing]
+    """Of the optimizer step: host time within it. What the end of a step waits for is in none of them."""
 
     def timing(self, metric: Metric) -> Timing:
         """The timing of that metric."""
@@ -172,6 +175,7 @@ def _compare(trainees: Sequence[Trainee], *, warmup: int) -> list[VariantResult]
             gradient_offload=Timing.of(mine["gradient_offload"]),
             ratios=own,
             losses=tuple(trainee.losses),
+            phases={phase: Timing.of(series[warmup:]) for phase, series in trainee.phases.items()},
             verdict=_verdict(trainee.name, trainees[0].name, own, control=ratios[-1])
             + _loss_remark(trainee.losses, trainees[0].losses),
         )

@@ -280,7 +280,7 @@ class HostSums:
         for piece in partition.pieces:
             assert piece.source is not None
             piece.buffer = self._ring.put(piece.source, piece)
-            piece.source = None  # its memory is the bucket's
+            piece.source = None  # its memory is the bucket's, which is used again in the order of this stream
 
     def _cut(self, gradient: Tensor, low: Tensor, destination: Tensor | None) -> Iterable[_Addend]:
         for start, (source, total) in zip(

@@ -268,6 +268,37 @@ def test_a_path_that_goes_leaves_norms_in_deepspeeds_order(monkeypatch: pytest.M
     assert state(engine) == state(stock)
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_later_pass_leaves_the_norms_of_the_boundary_exact(
+    monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    """It changes the values that they could be computed from, by our code or, where that is left to it, DeepSpeed's."""
+    engine, stock = Engine(), Engine()
+    spoil(monkeypatch, lambda _, norm: norm * (1 + 1e-15))
+    attached(engine, check=False)
+    for one in (engine, stock):
+        one.backward(gradients(1))
+    engine.optimizer.swappable = left
+    for one in (engine, stock):
+        one.backward(gradients(2), boundary=False)
+    detach(engine)
+    assert state(engine) == state(stock)
+
+
+def test_before_the_buffer_goes_away_the_norms_are_made_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`offload_states` takes the values from which they could be computed."""
+    engine, stock = Engine(), Engine()
+    z: Any = engine.optimizer
+    z.offload_states = lambda: setattr(z, LOW_PRECISION, {})
+    spoil(monkeypatch, lambda _, norm: norm * (1 + 1e-15))
+    attached(engine, check=False)
+    engine.backward(gradients(1))
+    stock.backward(gradients(1))
+    z.offload_states()
+    assert state(engine) == state(stock)
+    detach(engine)
+
+
 def test_attaching_again_replaces_the_path() -> None:
     """The first path's threads end; one detach is enough afterwards."""
     engine, before = Engine(), threading.active_count()
@@ -997,11 +1028,12 @@ def test_the_first_pass_of_each_kind_is_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     """A path that goes wrong by then is found there, however many passes of other kinds were equal before."""
-    engine, stock = Engine(), Engine()
+    engine, stock = Engine(2), Engine(2)
     found = attached(engine)
     for step in range(4):
         for one in (engine, stock):
-            one.backward(gradients(step))
+            one.backward(gradients(step), boundary=False)
+            one.backward(gradients(10 + step))
             if step < 3:
                 one.optimizer.step()
     compared = found.check.partitions if found.check else 0
@@ -1010,10 +1042,12 @@ def test_the_first_pass_of_each_kind_is_compared(
             z = one.optimizer
             if kind != "second backward":
                 z.step()
+                one.backward(gradients(5), boundary=False)
             if kind == "met twice":
+                z.is_gradient_accumulation_boundary = True
                 z.partition_grads(z.parameters, gradients(6))
             elif kind == "accumulation":
-                one.accumulation = 2
+                one.accumulation = 3
                 one.backward(gradients(7), boundary=False)
             elif kind == "boundary by hand":
                 one._is_gradient_accumulation_boundary = True

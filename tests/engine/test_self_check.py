@@ -66,6 +66,10 @@ def test_a_large_partition_is_compared_piece_by_piece(where: str, accumulation: 
     assert found.check is not None and found.check.mismatch is None and found.why_not is None
     assert (found.check.partitions, found.check.elements) == (len(SIZES), sum(SIZES))
     assert found.left_to_deepspeed == 0
+    compared = found.tally.since_start.compared
+    assert (compared.partitions, compared.bytes) == (len(SIZES), 2 * sum(SIZES))
+    if where != "host":
+        assert found.stock_link_bytes == 2 * sum(SIZES) * (accumulation * 4 + 4)
     detach(engine)
 
 

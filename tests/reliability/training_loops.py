@@ -109,6 +109,16 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "with one warning",
         "tests/engine/test_attach.py: test_a_copy_that_fails_late_is_made_good",
     ),
+    (
+        "the path taken out, a method replaced by somebody else, partitions that only DeepSpeed's own code moves",
+        "`report(engine)` says so: who carries, who has carried how many partitions and bytes, what is page-locked",
+        "tests/engine/counted.py: counts",
+    ),
+    (
+        "the report read and copied by another thread while training goes on",
+        "no value that it holds changes in place",
+        "tests/api/test_report.py: test_the_report_may_be_read_and_copied_while_training_goes_on",
+    ),
 )
 
 
