@@ -50,8 +50,13 @@ class Rival(Record, frozen=True, kw_only=True):
 
     @property
     def settled(self) -> bool:
-        """Whether the ratio is known as well as a decision needs it: to a tie, or to a third of the difference."""
-        return self.noise <= max(spread.TIE, (self.ratio - 1) / 3)
+        """Whether the ratio is known as well as a decision needs it.
+
+        To a tie, or to a third of the difference; or whatever it is exactly, all of its interval is beyond a tie.
+        """
+        known = self.noise <= max(spread.TIE, (self.ratio - 1) / 3)
+        beyond = self.rounds >= spread.FEWEST and self.low > 1 + spread.TIE and not self.near
+        return known or beyond
 
 
 class Rounds:
