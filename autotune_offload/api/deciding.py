@@ -16,6 +16,7 @@ from autotune_offload.api.given import (
     Asked,
     as_laid_out,
     filled_by_trainer,
+    stepped_as_laid_out,
     trains,
     with_overrides,
     workload_of,
@@ -141,7 +142,7 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         return Decided(config=None, report=Report(profile=None, notices=(why_not,)))
     device = AcceleratorDevice()
     found = profile_for(config, workload_of(config, asked), settings, device, agreement)
-    profile = found.profile
+    profile = stepped_as_laid_out(found.profile, config, device)
     wanted = (
         asked.attaches
         and settings.path != "deepspeed"

@@ -6,6 +6,7 @@ What cannot be had is left out with the reason; nothing here fails a probe.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from autotune_offload.errors import in_words
 from autotune_offload.machine import adam
 from autotune_offload.machine.device import Device
-from autotune_offload.measure.arenas import touched_per_second
+from autotune_offload.measure.arenas import slots, touched_per_second
 from autotune_offload.measure.sampling import Sampled, sample
 from autotune_offload.paths.pieces import Pieces, Target, thread_counts
 from autotune_offload.paths.step_stages import PIECE_ELEMENTS
@@ -33,6 +34,12 @@ _CASTS_SHARE = 0.3
 
 _BYTES = 20
 """Of memory for a weight: itself, its gradient and two moments in fp32, and 16 bits twice for a moment."""
+
+_CAST_ELEMENTS = 4 << 20
+"""Of one cast at most, as large as those of gradients: one after the other through the data, and often enough."""
+
+_LEAST_PIECES = 8
+"""With less, all of it would stay in a cache, whatever the time is."""
 
 _PIECES_A_THREAD = 2
 """With fewer, what one thread does alone at the end would count for much."""
@@ -96,12 +103,19 @@ class _State:
         seconds = max(deadline - device.now(), 0.0) * _MAKING_SHARE
         affordable = touched_per_second(device, min(8 << 20, memory_bytes // 4)) * seconds / _BYTES
         wanted = max(cache_bytes // 8, _PIECES_A_THREAD * device.most_threads() * PIECE_ELEMENTS)
-        pieces = max(int(min(wanted, most, affordable)) // PIECE_ELEMENTS, 1)
+        least = min(_LEAST_PIECES * PIECE_ELEMENTS, most)
+        pieces = int(max(min(wanted, most, affordable), least)) // PIECE_ELEMENTS
         make = functools.partial(device.host_empty, pieces * PIECE_ELEMENTS, torch.float32)
         memory = adam.Memory(weights=make(), gradients=make(), first=make(), second=make())
         for tensor, value in zip(memory.tensors(), (0.01, 1e-3, 0.0, 0.0), strict=True):
             tensor.fill_(value)  # an ordinary step: no number so small that a processor takes long over it
         return cls(memory=memory, rounded=device.host_empty(memory.elements, dtype))
+
+    def shared_by(self, threads: int) -> _State:
+        """As many pieces for each of them, so that none waits for the others at the end."""
+        pieces = self.memory.elements // PIECE_ELEMENTS
+        elements = pieces // threads * threads * PIECE_ELEMENTS
+        return _State(memory=self.memory.part(0, elements), rounded=self.rounded[:elements])
 
 
 # -- casts ----------------------------------------------------------------------------------------
@@ -119,7 +133,7 @@ def _narrowings(device: Device, plan: Plan, state: _State, deadline: float) -> I
         with device.intraop(threads):
             run = _on_device(device, state) if where == "device" else _on_host(device, state, pages)
             sampled = sample(device, plan, run, device.now() + share, warm_up=False)
-        size = _on_device_elements(state) * 4 if where == "device" else state.memory.weights.nbytes
+        size = 4 * _cast_elements(state)
         yield Narrowing(
             where=where,
             state=pages,
@@ -131,27 +145,28 @@ def _narrowings(device: Device, plan: Plan, state: _State, deadline: float) -> I
         )
 
 
+def _cast_elements(state: _State) -> int:
+    return min(state.memory.elements, _CAST_ELEMENTS)
+
+
 def _on_host(device: Device, state: _State, pages: State) -> Callable[[int], float]:
+    places = slots(_cast_elements(state), state.memory.weights, state.rounded)
+
     def run(count: int) -> float:
         seconds = 0.0
-        for _ in range(count):
-            to = state.rounded
+        for source, to in itertools.islice(places, count):
             if pages == "cold":
                 to = device.host_empty(to.numel(), to.dtype, touched=False)
             before = device.now()
-            device.h2h(to, state.memory.weights)
+            device.h2h(to, source)
             seconds += device.now() - before
         return seconds
 
     return run
 
 
-def _on_device_elements(state: _State) -> int:
-    return min(state.memory.elements, 4 << 20)
-
-
 def _on_device(device: Device, state: _State) -> Callable[[int], float]:
-    source = device.empty(_on_device_elements(state), torch.float32)
+    source = device.empty(_cast_elements(state), torch.float32)
     to = device.empty(source.numel(), state.rounded.dtype)
 
     def run(count: int) -> float:
@@ -182,10 +197,10 @@ def _passes(device: Device, plan: Plan, state: _State, deadline: float) -> Itera
             if last is not None and _expected(last, count) * (plan.min_samples + 1) > left:
                 return
             share = max(left, 0.0) / (len(counts) - index)
-            run = _timed(device, pieces, state, count)
+            run = _timed(device, pieces, part := state.shared_by(count), count)
             sampled = sample(device, plan, run, device.now() + share, warm_up=last is None)
             last = PassRate(
-                threads=count, dtype=_name(state), elements=state.memory.elements, **_times(sampled)
+                threads=count, dtype=_name(state), elements=part.memory.elements, **_times(sampled)
             )
             yield last
     finally:

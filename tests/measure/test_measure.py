@@ -564,6 +564,21 @@ def test_one_late_read_does_not_condemn_a_device() -> None:
     check_synchronize(Hiccup())
 
 
+def test_a_device_that_works_while_it_is_called_is_not_kept_busy() -> None:
+    """Nothing is queued however often it is asked: a fake, or an emulation, would multiply for minutes."""
+
+    class AtOnce(Timed):
+        products = 0
+
+        def matmul(self, out: Tensor, left: Tensor, right: Tensor) -> None:
+            self.products += 1
+            self.host_seconds += 0.3
+
+    device = AtOnce()
+    check_synchronize(device)
+    assert device.products < 20
+
+
 def test_a_synchronous_device_need_not_wait() -> None:
     """On the CPU a synchronize that does nothing is right, and nothing is queued to find out."""
     device = Timed()
