@@ -106,7 +106,7 @@ class Entrant(msgspec.Struct, eq=False):
 
 
 class Once:
-    """Without confirmation: the path, but for one accumulation of DeepSpeed's own code after the first."""
+    """Without confirmation: the path, but for one accumulation of DeepSpeed's own code after the self-check."""
 
     exploring = False
     switches = 0
@@ -114,12 +114,12 @@ class Once:
 
     def __init__(self, *, beside: bool) -> None:
         """`beside`: whether there is that one accumulation."""
-        self._beside, self._accumulation = beside, 0
+        self._beside, self._own_turn = beside, False
 
     @property
     def carrier(self) -> int:
         """Of the next accumulation."""
-        return OWN if self._beside and self._accumulation == 1 else 1
+        return OWN if self._own_turn else 1
 
     @property
     def needed(self) -> frozenset[int]:
@@ -131,9 +131,10 @@ class Once:
         del entrant
 
     def over(self, seconds: float | None, passes: int) -> None:
-        """An accumulation is over."""
-        del seconds, passes
-        self._accumulation += 1
+        """An accumulation is over; one that is not to be compared had the self-check in it."""
+        del passes
+        self._own_turn = self._beside and seconds is None
+        self._beside = self._beside and not self._own_turn
 
 
 def schedule(entrants: Sequence[Entrant], confirm: Confirm | None, *, beside: bool) -> Once | Confirmation:
