@@ -533,6 +533,13 @@ class Finding(Record, frozen=True, kw_only=True):
     fix: str
 
 
+def path_in_words(path: Any) -> str:
+    """A path with its parameters, of a choice or a candidate, as people are told of it."""
+    ring = f", {path.buffer_count} buffers of {path.buffer_bytes:,} bytes" * (path.path == "staged")
+    threads = f", {path.host_threads} host thread{'s' * (path.host_threads > 1)}" * (path.host_threads > 0)
+    return f"{path.path} with the cast on the {path.cast}{ring}{threads}"
+
+
 def fingerprint_key(fingerprint: dict[str, Scalar]) -> str:
     """Hash of a fingerprint: 16 hexadecimal digits, independent of the order of its fields."""
     canonical = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
@@ -592,6 +599,10 @@ class Settings(Record, frozen=True, kw_only=True):
     """Where the gradients of an accumulation's micro-steps are added up."""
     step: Literal["auto", "deepspeed", "fused"] = "auto"
     """How DeepSpeed's CPU Adam makes a step; "deepspeed" keeps its own code, "fused" is one compiled pass."""
+    confirm: bool = True
+    """Whether a path that is carried out takes turns with others and with DeepSpeed's own code on real steps."""
+    confirm_rounds: int | Auto = "auto"
+    """Rounds of that at most."""
     keep: tuple[str, ...] = ()
     """Dotted keys that are never written, whole or relative to ``zero_optimization``."""
     budget_seconds: float | Auto = "auto"

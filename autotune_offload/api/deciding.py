@@ -26,7 +26,7 @@ from autotune_offload.api.profile import profile_for
 from autotune_offload.api.report import Report
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
-from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.step_attach import StepSpec
 from autotune_offload.errors import ConfigError, UndecidedError
 from autotune_offload.machine import host
@@ -52,6 +52,7 @@ class Decided(Record, frozen=True, kw_only=True):
     step: StepSpec | None = None
     """How the step is made; None where it is none of ours."""
     device: AcceleratorDevice | None = None
+    settings: records.Settings = records.Settings()
     strict: bool = False
 
 
@@ -181,6 +182,7 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         carry_path=carry_path,
         step=_step(settings, profile.step) if asked.attaches and why_no_path is None else None,
         device=device,
+        settings=settings,
         strict=settings.strict,
     )
     if agreement is not None:  # the last thing that may fail: from here on the others use it

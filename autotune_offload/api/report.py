@@ -13,7 +13,8 @@ from msgspec import structs
 from autotune_offload import units
 from autotune_offload.api.page_locked import page_locked
 from autotune_offload.engine import attach
-from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.entrants import OWN_NAME
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.tally import Carried, Shares
 from autotune_offload.records import Change, Profile, Record
@@ -67,7 +68,7 @@ class Report(Record, frozen=True, kw_only=True):
         check = path.check
         if check is not None and check.partitions and check.mismatch is None:
             words.append(f"the first {check.partitions} partitions were DeepSpeed's own to the last bit")
-        if path.backward_seconds:
+        if path.confirmed is not None or path.accumulation_seconds:
             words.append(self._times(path))
         if path.stock_link_bytes:
             share = path.link_bytes / path.stock_link_bytes
@@ -93,14 +94,16 @@ class Report(Record, frozen=True, kw_only=True):
         return f"by one compiled pass; {words}; {step.choice.reason}"
 
     def _times(self, path: Status) -> str:
-        """With the path and without; means, since the passes of one accumulation differ."""
-        ours, stock = path.backward_seconds, path.stock_backward_seconds
-        words = f"{statistics.fmean(ours) * 1e3:.3g} ms of host time in a backward pass"
+        """With the path and without; medians of accumulations."""
+        if path.confirmed is not None:
+            return f"confirmed on your own steps: {path.confirmed.sentence()}"
+        ours, stock = path.accumulation_seconds, path.stock_accumulation_seconds
+        words = f"{statistics.median(ours) * 1e3:.3g} ms an accumulation"
         if not stock:
             return words
-        passes = "the one" if len(stock) == 1 else f"the {len(stock)}"
-        without = f"{statistics.fmean(stock) * 1e3:.3g} ms without it"
-        return f"{words}, {without} (in {passes} after the self-check, left to DeepSpeed's own code)"
+        passes = "the one" if len(stock) == 1 else f"{len(stock)}"
+        without = f"{statistics.median(stock) * 1e3:.3g} ms without it"
+        return f"{words}, {without} (in {passes} that DeepSpeed's own code carried)"
 
     def _change_lines(self) -> list[str]:
         if not self.changes:
@@ -125,6 +128,11 @@ def _by_whom(path: Status) -> str:
         return f"{others}; {over}" if over else others
     if over is not None:
         return f"by DeepSpeed's own code, with the keys below: {over}"
+    if len(path.carriers) > 1:
+        turns = f"{', '.join(path.carriers[:-1])} and {path.carriers[-1]}"
+        return f"in the running optimizer, in turn by {turns}, until the fastest of them is known"
+    if path.carriers == (OWN_NAME,):
+        return f"by {OWN_NAME}"
     last = path.tally.last_accumulation
     if last.deepspeed.partitions and not last.path.partitions and not last.compared.partitions:
         summed = ", added up by the path before" if last.path.summed_partitions else ""

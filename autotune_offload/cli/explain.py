@@ -13,6 +13,7 @@ from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json
 from autotune_offload.cli.steps import print_steps, step_document
 from autotune_offload.cli.stored import find_profile, open_store
+from autotune_offload.cli.trace import trace_option, write_trace
 from autotune_offload.reports.alternatives import Alternative, alternatives, best_of_each, rejections, verdict
 
 if TYPE_CHECKING:
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 @click.command("explain", short_help="Why this choice; what each alternative would have cost.")
 @options.profile_argument
+@trace_option
 @options.cache_option
 @options.json_option
-def command(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
+def command(*, profile: str | None, trace: Path | None, cache: Path | None, as_json: bool) -> None:
     """Explain a stored choice: PROFILE is a file or the start of a key, by default the newest.
 
     Shows the best candidate of each path and cast and each sequence of DeepSpeed's own: what it costs a
@@ -33,6 +35,7 @@ def command(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
     change on this machine for it to win, and the command that checks it.
     """
     found, path = find_profile(open_store(cache), profile)
+    write_trace(trace, [("", found)])
     if as_json:
         emit_json(_document(found, path))
     else:

@@ -13,6 +13,7 @@ from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json, notice, stdout_set_aside
 from autotune_offload.cli.probe import PLANS
 from autotune_offload.cli.progress import Reporter
+from autotune_offload.cli.trace import trace_option, write_trace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +40,7 @@ _PINS = {(True, True): "both", (True, False): "state", (False, True): "params", 
     metavar="FILE",
     help="Save the machine's description as YAML; existing files stay.",
 )
+@trace_option
 @click.option("--list", "listing", is_flag=True, help="List the machines and end.")
 @options.workload_options("--ranks")
 @click.option("--plan", type=click.Choice(PLANS), default="standard", help="How much to measure.")
@@ -58,6 +60,7 @@ def command(
     every: bool,
     from_profile: Path | None,
     write: Path | None,
+    trace: Path | None,
     listing: bool,
     params: int | None,
     model: Path | None,
@@ -91,6 +94,7 @@ def command(
         workload = options.workload(params, model, ranks, accumulation_steps, dtype)
         run = _Run(workload, plan, budget, max_pinned, noise, seed)
         profiles = run.all(found)
+    write_trace(trace, [(machine.name, each) for machine, each in zip(found, profiles, strict=True)])
     _print(found, profiles, every=every, as_json=as_json)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import os
@@ -19,11 +20,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from autotune_offload.engine.clock import OffloadClock
+from autotune_offload.engine.replacement import Replacement
 from autotune_offload.engine.toy_model import ModelSpec
 from autotune_offload.errors import MeasurementError
 from autotune_offload.records import Progress
 from autotune_offload.spread import interquartile_range
-from autotune_offload.upstream import OPTIMIZER_STEP, REASSIGN, UNSCALE
+from autotune_offload.upstream import EPILOGUE, OPTIMIZER_STEP, PARTITION, REASSIGN, UNSCALE
 
 Metric = Literal["step", "backward", "gradient_offload"]
 METRICS: tuple[Metric, ...] = ("step", "backward", "gradient_offload")
@@ -170,48 +173,41 @@ class Trainee:
     name: str
     engine: Any
     clock: Clock
-    offload_spans: list[tuple[Any, Any]] = field(default_factory=list)
-    phase_spans: dict[Phase, list[tuple[Any, Any]]] = field(default_factory=lambda: {p: [] for p in PHASES})
+    offload: OffloadClock = field(default_factory=OffloadClock)
+    phase_spans: dict[Phase, list[tuple[float, float]]] = field(
+        default_factory=lambda: {p: [] for p in PHASES}
+    )
     losses: list[float] = field(default_factory=list)
     phases: dict[Phase, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     seconds: dict[Metric, list[float]] = field(default_factory=lambda: {metric: [] for metric in METRICS})
 
     def watch(self) -> Callable[[], None]:
-        """Time every `partition_grads` and each phase of a step, whoever supplies them; returns what undoes that."""
-        undone = [self._watched("partition_grads", self.clock.mark, self.offload_spans)]
-        for phase, name in PHASES.items():
-            undone.append(self._watched(name, time.perf_counter, self.phase_spans[phase]))
+        """Time gradients and each phase of a step, whoever supplies them; returns what undoes that."""
+        methods = Replacement(self.engine.optimizer)
 
-        def undo() -> None:
-            for each in reversed(undone):
-                each()
+        def partition_grads(*args: Any, **kwargs: Any) -> Any:
+            self.offload.begin()
+            return methods.former(PARTITION)(*args, **kwargs)
 
-        return undo
-
-    def _watched(
-        self, name: str, mark: Callable[[], Any], spans: list[tuple[Any, Any]]
-    ) -> Callable[[], None]:
-        optimizer = self.engine.optimizer
-        inner, own = getattr(optimizer, name), name in vars(optimizer)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = mark()
-            result = inner(*args, **kwargs)
-            spans.append((start, mark()))
+        def epilogue(*args: Any, **kwargs: Any) -> Any:
+            result = methods.former(EPILOGUE)(*args, **kwargs)
+            self.offload.end()
             return result
 
-        def undo() -> None:
-            if own:
-                setattr(optimizer, name, inner)
-            else:
-                delattr(optimizer, name)
+        def timed(phase: Phase, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = methods.former(PHASES[phase])(*args, **kwargs)
+            self.phase_spans[phase].append((start, time.perf_counter()))
+            return result
 
-        setattr(optimizer, name, timed)
-        return undo
+        phases = {name: functools.partial(timed, phase) for phase, name in PHASES.items()}
+        methods.put({PARTITION: partition_grads, EPILOGUE: epilogue, **phases})
+        return methods.take_out
 
     def train(self, micro_batches: Tensor) -> None:
         """One optimizer step over micro-batches of shape (accumulation steps, batch, length + 1)."""
-        for spans in (self.offload_spans, *self.phase_spans.values()):
+        self.offload.take()
+        for spans in self.phase_spans.values():
             spans.clear()
         losses: list[Tensor] = []
         backward_spans: list[tuple[Any, Any]] = []
@@ -229,14 +225,15 @@ class Trainee:
         self.losses.append(statistics.fmean(loss.item() for loss in losses))
 
     def _record(self, step_seconds: float, backward_spans: Sequence[tuple[Any, Any]]) -> None:
-        if not self.offload_spans:
+        offload = self.offload.take()
+        if not offload.whole:
             raise MeasurementError(
                 f"{self.name}: DeepSpeed never called partition_grads in a step, so there is no gradient offload"
                 " to time; expected plain ZeRO-3: turn off features that bypass it, such as DeepCompile"
             )
         self.seconds["step"].append(step_seconds)
         self.seconds["backward"].append(self.clock.seconds(backward_spans))
-        self.seconds["gradient_offload"].append(self.clock.seconds(self.offload_spans))
+        self.seconds["gradient_offload"].append(offload.seconds)
         for phase, spans in self.phase_spans.items():
             self.phases[phase].append(math.fsum(end - start for start, end in spans))
 

@@ -109,8 +109,8 @@ def verify(
     """Train every variant for `warmup` + `steps` optimizer steps, in turns, and compare them with the first.
 
     Step: from the first forward of a step to the end of `engine.step()`, the device idle before and
-    after. Backward: `engine.backward()`, summed over accumulation steps. Gradient offload: the time inside
-    `partition_grads`, summed likewise; on an asynchronous device by events on the stream it works on.
+    after. Backward: `engine.backward()`, summed over accumulation steps. Gradient offload: as `clock` counts it,
+    from the first `partition_grads` to the end of the epilogue and of what it waits for, summed likewise.
     Warm-up steps count for the losses only.
 
     Raises:

@@ -257,6 +257,14 @@ class Device(ABC):
         """Keep device memory from being used again before the current stream's work is done."""
         del tensor
 
+    def push_range(self, name: str) -> None:
+        """Begin a range in whatever traces this device."""
+        del name
+
+    def pop_range(self) -> None:
+        """End the last one."""
+        return None
+
     def now(self) -> float:
         """Seconds on the clock that this device's work is timed with."""
         return time.perf_counter()

@@ -31,9 +31,10 @@ from autotune_offload.cli.progress import Reporter, time_left
 from autotune_offload.cli.verify import model_of
 from autotune_offload.engine import attach as engine_attach
 from autotune_offload.engine import step_attach
-from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.errors import ConfigError, DeviceError, ProfileError
+from autotune_offload.profiles import outcomes
 from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import Profile, Settings, from_plain, to_plain
 from autotune_offload.reports.alternatives import alternatives, best_of_each, rejections, verdict
@@ -609,6 +610,35 @@ def test_profiles_prune_removes_what_was_asked_for(store: Store) -> None:
     assert path.exists()
     assert json.loads(run("profiles", "prune", "--all", "--yes", "--json").stdout) == {"removed": [str(path)]}
     assert store.entries() == ()
+
+
+def test_what_runs_found_out_is_shown_and_forgotten(store: Store) -> None:
+    """In the list and with the profile; afterwards nothing is known."""
+    profile = make_profile()
+    path = store.save(profile)
+    way = outcomes.Way.of(profile.choice)
+    wrong = outcomes.Wrong(way=way, kind="differs", why="1 of 5 values differ")
+    outcomes.save(path, outcomes.Outcome(choice=way, wrong=(wrong,)))
+    for verb in (["profiles", "list"], ["show"], ["profiles", "show"]):
+        assert "1 of 5 values differ" in " ".join(run(*verb).stdout.split())
+    (row,) = json.loads(run("profiles", "list", "--json").stdout)["profiles"]
+    assert len(row["found"]) == 1
+    assert json.loads(run("profiles", "forget", "--json").stdout) == {"forgotten": [str(path)]}
+    assert run("profiles", "forget", "--all").stdout == ""
+    assert "differ" not in run("profiles", "list").stdout and path.exists()
+    assert run("profiles", "forget", "--all", path.stem).exit_code == 2
+
+
+def test_explain_and_simulate_write_a_trace(store: Store, tmp_path: Path) -> None:
+    """Beside what they print; a file that cannot be written is said in words."""
+    store.save(make_profile())
+    file = tmp_path / "trace.json"
+    for verb in (["explain"], ["simulate", "gh200", "--params", "1m", "--budget", "1"]):
+        result = run(*verb, "--json", "--trace", str(file))
+        assert result.exit_code == 0 and json.loads(result.stdout)
+        assert json.loads(file.read_text())["traceEvents"]
+        file.unlink()
+    assert "name another file" in run("explain", "--trace", str(tmp_path / "no" / "trace.json")).stderr
 
 
 def test_profiles_path_prints_the_folder(store: Store, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from autotune_offload.engine.delivery import Delivery
 from autotune_offload.paths.accumulation import Moment
 from autotune_offload.paths.destination import DestinationPath
 from autotune_offload.paths.ring import StagedPath
+from autotune_offload.upstream import STEP_BEGINS
 
 
 def _without_keeping(patch: pytest.MonkeyPatch) -> None:
@@ -53,6 +54,11 @@ def _without_waiting(patch: pytest.MonkeyPatch) -> None:
         Attachment,
         "_read",
         lambda self, name, *args, **kwargs: self._methods.former(name)(*args, **kwargs),
+    )
+    patch.setattr(
+        Attachment,
+        "_step_begins",
+        lambda self, *args, **kwargs: self._methods.former(STEP_BEGINS)(*args, **kwargs),
     )
 
 

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autotune_offload.engine.attach import attach, detach
+from autotune_offload.engine.entrants import Confirm
 from autotune_offload.engine.trainee import single_process_environment
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice
@@ -158,7 +159,11 @@ SPECS = {
     "late pinned host sums": _spec("pinned", "host", 0, accumulate="host"),
     "early pinned": _spec("pinned", "host", 0),
     "early staged threads": _spec("staged", "host", 2, count=8),
+    "late turns": _spec("pinned", "device", 0),
 }
+
+TURNS = ("late staged threads", "late pinned host sums")
+"""Who else takes turns with the last of those, and with DeepSpeed's own code."""
 
 
 # -- a model and its engine -----------------------------------------------------------------------
@@ -283,7 +288,9 @@ class World:
         kind, _, _ = self.spec.partition(" ")
         own = AcceleratorDevice(FakeAccelerator("cpu"))
         device = own if kind == "cpu" else LateDevice(early=kind == "early")
-        status = attach(engine, SPECS[self.spec], device, check=self.check)
+        others = TURNS if self.spec == "late turns" else ()
+        confirm = Confirm(others=tuple(SPECS[other] for other in others), seed="drawn") if others else None
+        status = attach(engine, SPECS[self.spec], device, check=self.check, confirm=confirm)
         assert status.why_not is None, status.why_not
         self.statuses.append(status)
 

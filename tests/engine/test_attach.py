@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autotune_offload.decide.candidates import PARAMETERS
 from autotune_offload.engine.attach import attach, detach, status, why_not_attachable
-from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.status import Status
 from autotune_offload.errors import PinError
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
@@ -462,7 +462,7 @@ def test_gradients_are_the_same(spec: Candidate, accumulation: int, dtype: torch
         stock.optimizer.step()
     assert found.check is not None and found.check.partitions == len(SIZES) and found.check.mismatch is None
     assert found.left_to_deepspeed == 0 and found.link_bytes == 0
-    assert len(found.backward_seconds) == len(found.stock_backward_seconds) == accumulation
+    assert len(found.accumulation_seconds) == len(found.stock_accumulation_seconds) == 1
     detach(engine)
 
 
@@ -857,7 +857,7 @@ def test_the_norms_of_sums_on_the_host_lie_on_the_device() -> None:
 def test_the_accumulation_after_the_self_check_is_deepspeeds(
     monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
-    """So that the report can say what a backward pass takes without the path."""
+    """So that the report can say what an accumulation takes without the path."""
     engine, calls, by_stock = Engine(accumulation), [], []
     right = DeepSpeedZeroOptimizer_Stage3.partition_grads
 
@@ -876,8 +876,8 @@ def test_the_accumulation_after_the_self_check_is_deepspeeds(
     window = slice(accumulation, 2 * accumulation)
     assert by_stock[window] == [2] * accumulation  # the buckets of a pass
     assert sum(by_stock[2 * accumulation :]) == 0
-    assert len(found.stock_backward_seconds) == accumulation and min(found.stock_backward_seconds) > 0
-    assert len(found.backward_seconds) == 2 * accumulation
+    assert len(found.stock_accumulation_seconds) == 1 and min(found.stock_accumulation_seconds) > 0
+    assert len(found.accumulation_seconds) == 2
     assert found.left_to_deepspeed == 0
 
 
@@ -1068,5 +1068,5 @@ def test_a_kind_is_compared_once() -> None:
         engine.backward(gradients(10 + step))
         engine.optimizer.step()
     assert found.check is not None and found.check.partitions == 2 * len(SIZES)
-    assert len(found.stock_backward_seconds) == 1
-    assert len(found.backward_seconds) == 12 - 2 - 1
+    assert len(found.stock_accumulation_seconds) == 1
+    assert len(found.accumulation_seconds) == 6 - 2

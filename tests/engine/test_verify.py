@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from autotune_offload.engine import trainee as engine_trainee
 from autotune_offload.engine import verify as engine_verify
+from autotune_offload.engine.clock import OffloadClock
 from autotune_offload.engine.toy_model import ModelSpec
 from autotune_offload.engine.trainee import (
     METRICS,
@@ -156,16 +157,20 @@ class FakeAccelerator:
 
 
 class FakeOptimizer:
-    """Offloads for 3 ms."""
+    """Offloads for 3 ms, and waits for 5 ms at the end."""
 
     def __init__(self, accelerator: FakeAccelerator) -> None:
         self.accelerator = accelerator
 
     def partition_grads(self, params: list[int], grads: list[int]) -> str:
-        """Takes time on the device and returns something."""
+        """Takes time and returns something."""
         self.accelerator.now_milliseconds += 3
         self.accelerator.log.append(f"offload {params} {grads}")
         return "buffers"
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Waits."""
+        self.accelerator.now_milliseconds += 5
 
     def unscale_and_clip_grads(self, sub_group: int, norm: float) -> None:
         """Before the optimizer inside."""
@@ -179,7 +184,7 @@ class FakeOptimizer:
 
 
 class FakeEngine:
-    """Offloads twice in a backward, which takes 10 ms besides."""
+    """Offloads twice in a backward, which takes 10 ms before and 1 ms after each."""
 
     def __init__(self, accelerator: FakeAccelerator, *, offloads: int = 2) -> None:
         self.accelerator, self.offloads = accelerator, offloads
@@ -195,6 +200,8 @@ class FakeEngine:
         self.accelerator.now_milliseconds += 10
         for number in range(self.offloads):
             assert self.optimizer.partition_grads([number], [number]) == "buffers"
+            self.accelerator.now_milliseconds += 1
+        self.optimizer.independent_gradient_partition_epilogue()
 
     def step(self) -> None:
         """Optimizer step."""
@@ -207,7 +214,13 @@ class FakeEngine:
 
 def trainee_on(engine: FakeEngine) -> engine_trainee.Trainee:
     """What trains that engine."""
-    return engine_trainee.Trainee(name="fake", engine=engine, clock=engine_trainee.Clock(engine.accelerator))
+    accelerator = engine.accelerator
+    return engine_trainee.Trainee(
+        name="fake",
+        engine=engine,
+        clock=engine_trainee.Clock(accelerator),
+        offload=OffloadClock(lambda: accelerator.now_milliseconds / 1e3),
+    )
 
 
 def test_an_asynchronous_device_is_timed_by_events_and_only_waited_for_around_the_step() -> None:
@@ -216,8 +229,8 @@ def test_an_asynchronous_device_is_timed_by_events_and_only_waited_for_around_th
     trainee = trainee_on(FakeEngine(accelerator))
     trainee.watch()
     trainee.train(torch.ones(2, 1, 4))
-    assert trainee.seconds["backward"] == [pytest.approx(2 * 16e-3)]
-    assert trainee.seconds["gradient_offload"] == [pytest.approx(2 * 2 * 3e-3)]
+    assert trainee.seconds["backward"] == [pytest.approx(2 * 23e-3)]
+    assert trainee.seconds["gradient_offload"] == [pytest.approx(2 * 13e-3)]
     assert trainee.losses == [1.0]
     assert accelerator.log.count("synchronize") == 2
     assert accelerator.log[0] == accelerator.log[-1] == "synchronize"

@@ -94,6 +94,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "tests/engine/loops.py: come_and_go",
     ),
     (
+        "several paths and DeepSpeed's own code that take turns, a checkpoint or an overflow among them",
+        "the same: a turn begins when everything that was sent has arrived",
+        "tests/engine/test_confirming.py: test_training_is_the_same_to_the_bit_through_every_switch",
+    ),
+    (
         "gradients clipped, where the norm lies at a rounding of fp32",
         "the same factor, and so the same weights",
         "tests/engine/test_norms.py: test_at_a_rounding_the_norms_are_computed_in_deepspeeds_order",
