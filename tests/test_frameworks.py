@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import CHECKOUT
+from tests.ports import free_port
 from tests.prepared import CHOICE
 
 EXAMPLES = CHECKOUT / "examples"
@@ -72,13 +72,6 @@ def run_unchanged(*command: str, cwd: Path, **environment: str) -> subprocess.Co
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
-
-
-def free_port() -> str:
-    """A port that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -226,7 +219,7 @@ def test_a_stand_alone_script_is_tuned_unchanged(start: Start, name: str, argume
     """What was chosen is on stderr, and no loss differs by a bit from those of the plain run."""
     plain = stock(start, SCRIPTS / f"{name}.py", *arguments)
     command = [f"{name}.py", *arguments]
-    ours = run_unchanged(*command, cwd=SCRIPTS, **ONE_RANK, MASTER_PORT=free_port())
+    ours = run_unchanged(*command, cwd=SCRIPTS, **ONE_RANK, MASTER_PORT=str(free_port()))
     assert "autotune-offload: path " in ours.stderr
     assert re.search(r"zero_optimization\.offload_optimizer\.pin_memory: (absent|true) -> false", ours.stderr)
     assert losses(ours.stdout) == plain.losses[0] != []
@@ -236,7 +229,7 @@ def test_a_stand_alone_script_is_tuned_unchanged(start: Start, name: str, argume
 def test_two_ranks_under_a_launcher_train_as_without_us(start: Start) -> None:
     """Each rank's process is tuned below the launcher; they end, with the losses of an untuned run."""
     plain = stock(start, SCRIPTS / "lora_frozen_base.py", "--steps", "3", ranks=2)
-    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", free_port()]
+    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())]
     ours = run_unchanged(*launcher, "lora_frozen_base.py", "--steps", "3", cwd=SCRIPTS)
     by_rank = [re.findall(rf"rank {rank} (step +\d+ +loss [\d.]+)", ours.stdout) for rank in (0, 1)]
     assert [losses("\n".join(lines)) for lines in by_rank] == plain.losses

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 
 from tests import CHECKOUT
 from tests import rank_processes as ranks
+from tests.ports import free_port
 
 SCRIPT = CHECKOUT / "tests" / "rank_processes.py"
 LIMIT_SECONDS = 200
@@ -28,14 +28,6 @@ Results = dict[str, list[dict[str, Any]]]
 """What every rank wrote, by scenario, in the order of the ranks."""
 
 pytestmark = pytest.mark.slow
-
-
-def free_port() -> int:
-    """Nobody listens on it now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def environment(folder: Path, **more: object) -> dict[str, str]:

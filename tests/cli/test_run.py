@@ -18,6 +18,7 @@ import pytest
 
 from autotune_offload.cli.run import HOOK, HUGE_PAGES
 from tests import CHECKOUT
+from tests.ports import free_port
 
 RUN = (sys.executable, "-m", "autotune_offload", "run")
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -217,7 +218,8 @@ def test_a_real_engine_reports_itself(tmp_path: Path) -> None:
         "  'train_micro_batch_size_per_gpu': 1, 'zero_optimization': {'stage': 0},\n"
         "  'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}}})\n"
     )
-    ended = done(*RUN, "--", "train.py", cwd=tmp_path, DS_ACCELERATOR="cpu", MASTER_PORT="29741", **RANK)
+    where = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}
+    ended = done(*RUN, "--", "train.py", cwd=tmp_path, **where, **RANK)
     line = ended.stderr.splitlines()[-1]
     assert line.startswith("autotune-offload run: nothing was tuned; left untuned in 1 call: "), ended.stderr
     assert "nothing is offloaded" in line
