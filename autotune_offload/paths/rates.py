@@ -36,15 +36,20 @@ class Rates:
             ("d2h", "pageable", "warm", 0),
         )
         curves = [points for relative in relatives if (points := self._points(*relative))]
-        curve = next((points for points in curves if len(points) > 1), curves[0] if curves else ())
+        curve = next((points for points in curves if len(points) > 1), None)
+        if curve is None:  # a copy while the other direction was busy was slower at most
+            both_ways = self._points(kind, memory, "warm", 0, duplex=True)
+            curve = [*(curves[0] if curves else ()), *both_ways]
         return fit((point.bytes, point.median_seconds) for point in curve)
 
     def measured(self, kind: Kind, memory: Memory) -> bool:
         """Whether this warm curve was measured, and `line` is not a relative's."""
         return bool(self._points(kind, memory, "warm", 0))
 
-    def _points(self, kind: Kind, memory: Memory, state: State, threads: int) -> Sequence[Transfer]:
-        wanted = (kind, memory, state, threads, False)
+    def _points(
+        self, kind: Kind, memory: Memory, state: State, threads: int, *, duplex: bool = False
+    ) -> Sequence[Transfer]:
+        wanted = (kind, memory, state, threads, duplex)
         return [
             t
             for t in self._measurements.transfers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec import structs
 
 from autotune_offload.paths.rates import Rates
@@ -31,6 +32,11 @@ def test_one_point_is_no_curve() -> None:
     assert len(pinned) > 1 and rates.line("d2h", "pinned") == rates.line("h2d", "pinned")
     alone = Rates(structs.replace(whole, transfers=(pinned[0],)), shares_host_memory=False)
     assert alone.line("d2h", "pinned").seconds(pinned[0].bytes) > 0
+    both_ways = structs.replace(pinned[-1], duplex=True)
+    two = Rates(structs.replace(whole, transfers=(pinned[0], both_ways)), shares_host_memory=False)
+    assert two.line("d2h", "pinned").seconds(both_ways.bytes) == pytest.approx(
+        both_ways.median_seconds, rel=0.1
+    )
 
 
 def test_threads_add_up_to_what_torchs_own_pool_reaches() -> None:
