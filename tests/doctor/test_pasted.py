@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from autotune_offload.cli import cli
-from autotune_offload.doctor import examine, pasted
+from autotune_offload.doctor import examine
 from autotune_offload.doctor.examine import Examination
 from autotune_offload.doctor.pasted import MARKER, Hidden, block
 from autotune_offload.doctor.self_report import Answers
@@ -106,7 +106,7 @@ def test_no_home_at_all_hides_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Path:
         raise RuntimeError
 
-    monkeypatch.setattr(pasted.Path, "home", none)
+    monkeypatch.setattr(Path, "home", none)
     monkeypatch.setenv("USER", "annabel")
     assert Hidden.here().out_of("/data/annabel") == "/data/USER"
 
