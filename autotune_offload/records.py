@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from autotune_offload import markup
 from autotune_offload.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -360,6 +361,25 @@ class Choice(Record, frozen=True, kw_only=True):
         """Whether the path is faster than DeepSpeed's own code beyond the noise; else that code stays."""
         return self.gain > 1 + self.noise
 
+    def _repr_html_(self) -> str:
+        """For a notebook: what was decided, and why."""
+        return markup.table("Choice", self.in_rows(), self.reasons)
+
+    def in_rows(self) -> list[tuple[str, str]]:
+        """What was decided, a name and a value each."""
+        who = (
+            "this path"
+            if self.beats_deepspeed
+            else "DeepSpeed's own code, as nothing beats it beyond the noise"
+        )
+        pins = (("optimizer state", self.pin_optimizer), ("parameters", self.pin_parameters))
+        return [
+            ("gradients go by", who),
+            ("path", f"{self.path}, cast on the {self.cast}"),
+            ("against DeepSpeed's own code", f"{self.gain:.2f} times as fast, noise {self.noise:.1%}"),
+            ("page-locked", ", ".join(name for name, pinned in pins if pinned) or "nothing"),
+        ]
+
 
 class Change(Record, frozen=True, kw_only=True):
     """One key that is written into a ds_config. `before` is None where the key was absent."""
@@ -403,6 +423,18 @@ class Profile(Record, frozen=True, kw_only=True):
     """How many ranks of this host measured at the same time, each with its own device."""
     accumulations: tuple[Accumulated, ...] = ()
     """What was decided by where micro-steps are added up, the fastest first; else `candidates` and `baselines`."""
+
+    def _repr_html_(self) -> str:
+        """For a notebook: where it was measured, what was decided, and why."""
+        device, software = self.device, self.software
+        where = [
+            ("host", f"{self.host.name}: {self.host.cpu_model}"),
+            ("device", f"{device.kind} {device.name}"),
+            ("software", f"DeepSpeed {software.deepspeed}, torch {software.torch}"),
+            ("measured", f"{self.created}, plan {self.plan}"),
+            ("workload", self.workload.source),
+        ]
+        return markup.table("Profile", [*where, *self.choice.in_rows()], self.choice.reasons)
 
     @property
     def measurements(self) -> Measurements:

@@ -1,4 +1,4 @@
 """What you call.
 
-From below: report, reached, notices, probe, given, foreseen, profile, call, deciding, initialize, install.
+From below: report, reached, notices, voice, probe, given, foreseen, profile, call, deciding, initialize, install.
 """
