@@ -155,6 +155,49 @@ class CastRate(Record, frozen=True, kw_only=True):
     raw_seconds: tuple[float, ...] = ()
 
 
+class Narrowing(Record, frozen=True, kw_only=True):
+    """fp32 to 16 bits, as the step makes 16-bit weights; `bytes` and `gbps` count fp32 read.
+
+    `state` is that of the memory written to: DeepSpeed writes weights for a device into a fresh temporary.
+    """
+
+    where: Cast
+    state: State
+    dtype: str
+    bytes: int
+    median_seconds: float
+    iqr_seconds: float
+    samples: int
+    gbps: float
+    threads: int = 0
+    raw_seconds: tuple[float, ...] = ()
+
+
+class PassRate(Record, frozen=True, kw_only=True):
+    """The optimizer's compiled pass by so many host threads: Adam, and weights of `dtype` into host memory.
+
+    Over made-up data of `elements` weights, without a scaling of the gradients.
+    """
+
+    threads: int
+    dtype: str
+    elements: int
+    median_seconds: float
+    iqr_seconds: float
+    samples: int
+    raw_seconds: tuple[float, ...] = ()
+
+
+class StepRates(Record, frozen=True, kw_only=True):
+    """What the optimizer's step goes through. `why_no_pass` says why the compiled pass was not timed, if so."""
+
+    narrowings: tuple[Narrowing, ...] = ()
+    passes: tuple[PassRate, ...] = ()
+    threads: int = 1
+    """Host threads that one torch operation of a rank used, as DeepSpeed's own Adam does."""
+    why_no_pass: str | None = None
+
+
 class SyncCost(Record, frozen=True, kw_only=True):
     """What one synchronize costs with almost nothing queued, by scope."""
 
@@ -192,6 +235,8 @@ class Measurements(Record, frozen=True, kw_only=True):
     pin: PinCost
     stability: tuple[str, ...]
     seconds: float
+    step: StepRates | None = None
+    """None where only gradients were looked at."""
 
 
 # -- how it is measured ---------------------------------------------------------------------------
@@ -381,6 +426,57 @@ class Choice(Record, frozen=True, kw_only=True):
         ]
 
 
+Back = Literal["in place", "staged", "direct"]
+"""How 16-bit weights get where they belong: written there, through page-locked buffers, or through pageable ones."""
+
+
+class StepCandidate(Record, frozen=True, kw_only=True):
+    """One way to make the optimizer's step. `threads` 0 is DeepSpeed's own step; else the fused pass has as many.
+
+    `predicted_seconds` is of one step over this rank's weights, without norms and overflow check.
+    """
+
+    threads: int
+    back: Back
+    piece_elements: int = 0
+    pinned_bytes: int = 0
+    """Of its ring."""
+    predicted_seconds: float | None = None
+    rejected: str | None = None
+
+
+class StepDecision(Record, frozen=True, kw_only=True):
+    """How the optimizer's step is to be made, what it should take, and what that was compared with.
+
+    The running engine's own trials have the last word; they begin with this.
+    """
+
+    way: Literal["deepspeed", "fused"]
+    threads: int
+    """0 for DeepSpeed's own."""
+    back: Back
+    reasons: tuple[str, ...]
+    candidates: tuple[StepCandidate, ...]
+    """DeepSpeed's own first, then the fastest first."""
+
+    @property
+    def own(self) -> StepCandidate:
+        """DeepSpeed's own."""
+        return self.candidates[0]
+
+    @property
+    def chosen(self) -> StepCandidate:
+        """What was decided for."""
+        wanted = self.threads, self.back
+        return next(c for c in self.candidates if (c.threads, c.back) == wanted)
+
+    @property
+    def gain(self) -> float | None:
+        """DeepSpeed's own predicted time over the chosen one's."""
+        own, chosen = self.own.predicted_seconds, self.chosen.predicted_seconds
+        return own / chosen if own and chosen else None
+
+
 class Change(Record, frozen=True, kw_only=True):
     """One key that is written into a ds_config. `before` is None where the key was absent."""
 
@@ -423,6 +519,9 @@ class Profile(Record, frozen=True, kw_only=True):
     """How many ranks of this host measured at the same time, each with its own device."""
     accumulations: tuple[Accumulated, ...] = ()
     """What was decided by where micro-steps are added up, the fastest first; else `candidates` and `baselines`."""
+    step_rates: StepRates | None = None
+    step: StepDecision | None = None
+    """How the optimizer's step is made; None where nothing of it was measured, as in older profiles."""
 
     def _repr_html_(self) -> str:
         """For a notebook: where it was measured, what was decided, and why."""
@@ -446,6 +545,7 @@ class Profile(Record, frozen=True, kw_only=True):
             pin=self.pin,
             stability=self.stability,
             seconds=self.elapsed_seconds,
+            step=self.step_rates,
         )
 
 
@@ -463,6 +563,13 @@ class Finding(Record, frozen=True, kw_only=True):
     costs: str | None = None
     """What follows from it, with a number where one is known; None where `found` says it all."""
     fix: str
+
+
+def path_in_words(path: Any) -> str:
+    """A path with its parameters, of a choice or a candidate, as people are told of it."""
+    ring = f", {path.buffer_count} buffers of {path.buffer_bytes:,} bytes" * (path.path == "staged")
+    threads = f", {path.host_threads} host thread{'s' * (path.host_threads > 1)}" * (path.host_threads > 0)
+    return f"{path.path} with the cast on the {path.cast}{ring}{threads}"
 
 
 def fingerprint_key(fingerprint: dict[str, Scalar]) -> str:
@@ -524,6 +631,10 @@ class Settings(Record, frozen=True, kw_only=True):
     """Where the gradients of an accumulation's micro-steps are added up."""
     step: Literal["auto", "deepspeed", "fused"] = "auto"
     """How DeepSpeed's CPU Adam makes a step; "deepspeed" keeps its own code, "fused" is one compiled pass."""
+    confirm: bool = True
+    """Whether a path that is carried out takes turns with others and with DeepSpeed's own code on real steps."""
+    confirm_rounds: int | Auto = "auto"
+    """Rounds of that at most."""
     keep: tuple[str, ...] = ()
     """Dotted keys that are never written, whole or relative to ``zero_optimization``."""
     budget_seconds: float | Auto = "auto"

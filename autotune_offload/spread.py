@@ -16,6 +16,15 @@ CONFIDENCE = 0.95
 FEWEST = 6
 """Below this no interval reaches `CONFIDENCE`: with 5 values even the whole range holds 93.75 %, with 3 75 %."""
 
+TIE = 0.02
+"""Two medians closer than 2 % are never told apart, however small the spread in one process."""
+
+SEEN_FROM = 3
+"""Rounds together from which noise can be seen."""
+
+UNSEEN = 0.25
+"""Taken for it in fewer."""
+
 _SHORTEST = 1e-12
 
 

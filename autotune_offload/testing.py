@@ -154,6 +154,14 @@ class FakeAccelerator:
             self._streams.pop()
             self.calls.append(("leave", stream.name))
 
+    def range_push(self, msg: str) -> None:
+        """Begin a range."""
+        self.calls.append(("range_push", msg))
+
+    def range_pop(self) -> None:
+        """End the last range."""
+        self.calls.append(("range_pop",))
+
     def current_stream(self, device_index: int | None = None) -> FakeStream:
         """The stream that work goes to."""
         del device_index

@@ -179,6 +179,9 @@ STEP_BEGINS = "_pre_step"
 AWAY = "offload_states"
 """Takes the accumulation buffer's views away; since 0.15.4."""
 
+FINALIZE = "finalize_gradient_accumulation_boundary"
+"""Takes what unmanaged accumulation has summed to fp32, when the engine steps; since 0.19.5."""
+
 OVERFLOW = "has_overflow"
 
 READERS = (
@@ -189,7 +192,7 @@ READERS = (
     "set_fp32_grad_for_param",
     "set_local_grad_for_param",
     "update_fp32_grad_for_param_vectorized",
-    "finalize_gradient_accumulation_boundary",
+    FINALIZE,
 )
 """What else reads or writes the fp32 gradients or the accumulation buffer, whenever a user or DeepSpeed's engine
 calls it (`runtime/zero/stage3.py`); no release has more of them, and the oldest have fewer."""
@@ -261,6 +264,7 @@ def stock_sequence(version: tuple[int, int, int]) -> StockSequence:
 # -- how its ZeRO-3 optimizer makes a step --------------------------------------------------------
 
 UNSCALE, REASSIGN = "unscale_and_clip_grads", "_reassign_or_swap_out_partitioned_parameters"
+OPTIMIZER_STEP = "_optimizer_step"
 UNFLATTEN, POST_STEP = "_unflatten_partitioned_parameters", "_post_step"
 """Called for each sub-group by `step` in this order, with the inner optimizer's step between the first two, and
 `_post_step` once after all of them; the first three are the same syntax tree in 0.14.5 to 0.19.8."""

@@ -116,7 +116,7 @@ CASES = [
         command=(sys.executable, "-c", SECOND_START, json.dumps(stock_config(micro_batch=1))),
         reports=True,
         most_rounds=5,
-        limit_seconds=0.050,
+        limit_seconds=0.100,
     ),
 ]
 

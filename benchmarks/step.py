@@ -39,9 +39,10 @@ import torch
 from torch import Tensor
 
 from autotune_offload.engine.attach import attach
-from autotune_offload.engine.step_attach import StepSpec, attach_step, most_threads
+from autotune_offload.engine.step_attach import StepSpec, attach_step
 from autotune_offload.engine.trainee import single_process_environment
 from autotune_offload.machine import compiled
+from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.host import software
 from autotune_offload.records import Candidate
 from benchmarks.gradient_path import ROWS, WIDTH, mlp
@@ -254,7 +255,7 @@ def main() -> int:
     with reporting(options.json) as emit, single_process_environment():
         cases = []
         for name in options.cases:
-            cases.append(run_case(name, options.threads or most_threads(), options.pairs))
+            cases.append(run_case(name, options.threads or AcceleratorDevice().most_threads(), options.pairs))
             show(cases[-1])
         identical = all(case["bit_identical"] for case in cases)
         emit(

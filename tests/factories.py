@@ -23,10 +23,15 @@ from autotune_offload.records import (
     Limit,
     Limits,
     Memory,
+    Narrowing,
+    PassRate,
     PinCost,
     Profile,
     Software,
     State,
+    StepCandidate,
+    StepDecision,
+    StepRates,
     SyncCost,
     Transfer,
     Workload,
@@ -161,6 +166,60 @@ def make_choice(**changes: Any) -> Choice:
     return structs.replace(choice, **changes)
 
 
+def make_step_rates(**changes: Any) -> StepRates:
+    """A pass that gains up to eight threads, and casts back to bf16."""
+    passes = tuple(
+        PassRate(
+            threads=threads,
+            dtype="bfloat16",
+            elements=1 << 24,
+            median_seconds=seconds,
+            iqr_seconds=seconds * 0.02,
+            samples=SAMPLES,
+            raw_seconds=_raw(seconds, ("pass", threads)),
+        )
+        for threads, seconds in ((8, 6e-3), (4, 0.011), (2, 0.02), (1, 0.039))
+    )
+    states: tuple[tuple[State, float], ...] = (("warm", 3e-3), ("cold", 9e-3))
+    narrowings = tuple(
+        Narrowing(
+            where="host",
+            state=state,
+            dtype="bfloat16",
+            bytes=1 << 26,
+            median_seconds=seconds,
+            iqr_seconds=seconds * 0.02,
+            samples=SAMPLES,
+            gbps=(1 << 26) / seconds / 1e9,
+            raw_seconds=_raw(seconds, ("narrowing", state)),
+        )
+        for state, seconds in states
+    )
+    return structs.replace(StepRates(narrowings=narrowings, passes=passes, threads=1), **changes)
+
+
+def make_step(**changes: Any) -> StepDecision:
+    """The pass with eight threads, 16-bit weights through page-locked buffers."""
+    candidates = (
+        StepCandidate(threads=0, back="direct", predicted_seconds=0.066),
+        StepCandidate(
+            threads=8, back="staged", piece_elements=1 << 18, pinned_bytes=11 << 19, predicted_seconds=6.3e-3
+        ),
+        StepCandidate(
+            threads=4, back="staged", piece_elements=1 << 18, rejected="needs more than may be locked"
+        ),
+        StepCandidate(threads=8, back="direct", piece_elements=1 << 18, predicted_seconds=7.1e-3),
+    )
+    decision = StepDecision(
+        way="fused",
+        threads=8,
+        back="staged",
+        reasons=("one compiled pass with 8 threads should take 6.30 ms a step",),
+        candidates=candidates,
+    )
+    return structs.replace(decision, **changes)
+
+
 def make_profile(**changes: Any) -> Profile:
     """A profile of ordinary size: 60 transfers and 41 candidates with 20 raw samples each."""
     device = DeviceIdentity(
@@ -235,6 +294,8 @@ def make_profile(**changes: Any) -> Profile:
             ),
         ),
         candidates=_candidates(),
+        step_rates=make_step_rates(),
+        step=make_step(),
         choice=make_choice(),
         zero_optimization={
             "stage": 3,

@@ -1,4 +1,5 @@
 """What you call.
 
-From below: report, reached, notices, voice, probe, given, foreseen, profile, call, deciding, initialize, install.
+From below: page_locked, report, reached, notices, voice, probe, given, foreseen, profile, call, deciding, confirming,
+initialize, install.
 """

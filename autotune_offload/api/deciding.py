@@ -17,6 +17,7 @@ from autotune_offload.api.given import (
     Asked,
     as_laid_out,
     filled_by_trainer,
+    stepped_as_laid_out,
     trains,
     with_overrides,
     workload_of,
@@ -26,7 +27,7 @@ from autotune_offload.api.profile import profile_for
 from autotune_offload.api.report import Report
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
-from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.step_attach import StepSpec
 from autotune_offload.errors import ConfigError, UndecidedError
 from autotune_offload.machine import host
@@ -52,6 +53,7 @@ class Decided(Record, frozen=True, kw_only=True):
     step: StepSpec | None = None
     """How the step is made; None where it is none of ours."""
     device: AcceleratorDevice | None = None
+    settings: records.Settings = records.Settings()
     strict: bool = False
 
 
@@ -143,7 +145,7 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         return Decided(config=None, report=Report(profile=None, notices=(why_not,)))
     device = AcceleratorDevice()
     found = profile_for(config, workload_of(config, asked), settings, device, agreement)
-    profile = found.profile
+    profile = stepped_as_laid_out(found.profile, config, device)
     wanted = (
         asked.attaches
         and settings.path != "deepspeed"
@@ -181,8 +183,9 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         config=tuned.config,
         report=report_,
         carry_path=carry_path,
-        step=_step(settings) if asked.attaches and why_no_path is None else None,
+        step=_step(settings, profile.step) if asked.attaches and why_no_path is None else None,
         device=device,
+        settings=settings,
         strict=settings.strict,
     )
     if agreement is not None:  # the last thing that may fail: from here on the others use it
@@ -192,8 +195,16 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
     return decided
 
 
-def _step(settings: records.Settings) -> StepSpec:
-    return StepSpec(step=settings.step, page_lock=settings.max_pinned_bytes != 0)
+def _step(settings: records.Settings, decided: records.StepDecision | None) -> StepSpec:
+    """As decided; where nothing of a step was measured, the running engine finds out alone."""
+    may_lock = settings.max_pinned_bytes != 0
+    if decided is None:
+        return StepSpec(step=settings.step, page_lock=may_lock)
+    return StepSpec(
+        step=settings.step,
+        begins_with=decided.threads or None,
+        page_lock=may_lock and (decided.way, decided.back) != ("fused", "direct"),
+    )
 
 
 def _why_not(config: Mapping[str, Any], settings: records.Settings) -> str | None:

@@ -14,9 +14,11 @@ from autotune_offload import workload as workloads
 from autotune_offload.api.report import shown
 from autotune_offload.config import batches, sections
 from autotune_offload.config import block as config_block
+from autotune_offload.config.layout import layout_of
 from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.machine.device import Device
 from autotune_offload.ranks import group as ranks_group
-from autotune_offload.records import Choice, Record, Workload
+from autotune_offload.records import Choice, Profile, Record, Workload
 
 
 class Asked(Record, frozen=True, kw_only=True):
@@ -116,6 +118,29 @@ def filled_by_trainer(config: Mapping[str, Any]) -> frozenset[str]:
 
 _LOOKED_AT = 16
 """Partitions that are asked whether they are page-locked: `zero.Init` treats all alike."""
+
+
+def stepped_as_laid_out(profile: Profile, config: Mapping[str, Any], device: Device) -> Profile:
+    """The profile with the step decided for where this configuration keeps 16-bit weights.
+
+    One profile serves configurations with and without `offload_param`, which its curves do not depend on.
+    """
+    layout = layout_of(config)
+    in_place = device.shares_host_memory or layout.parameters == "cpu"
+    if profile.step is None or in_place == (profile.step.own.back == "in place"):
+        return profile
+    from autotune_offload.decide.step import decide_step
+
+    step = decide_step(
+        device,
+        profile.measurements,
+        profile.workload,
+        profile.limits,
+        profile.choice,
+        layout=layout,
+        version=profile.software.deepspeed,
+    )
+    return structs.replace(profile, step=step)
 
 
 def as_laid_out(

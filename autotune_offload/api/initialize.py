@@ -16,6 +16,7 @@ from msgspec import structs
 from autotune_offload import switch
 from autotune_offload.api import reached, voice
 from autotune_offload.api.call import configuration, emptied, init_distributed, named, working
+from autotune_offload.api.confirming import put_in
 from autotune_offload.api.deciding import (
     Decided,
     decided_or_not,
@@ -26,9 +27,8 @@ from autotune_offload.api.deciding import (
 from autotune_offload.api.given import Asked
 from autotune_offload.api.notices import DOCTOR, cause, log, warn
 from autotune_offload.api.report import Report, reports, shown
-from autotune_offload.config import reading
-from autotune_offload.engine.attach import attach
-from autotune_offload.engine.attachment import Status
+from autotune_offload.config import equal_keys, reading
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.step_attach import attach_step
 from autotune_offload.errors import ProfileError
@@ -263,7 +263,8 @@ def _carried_out(engine: Any, decided: Decided) -> Report:
         if choice.path == "pinned" and not engine.optimizer.offload_optimizer_pin_memory:
             status = Status(why_not="offload_optimizer.pin_memory stays false, as you wrote it")
         else:
-            status = attach(engine, choice, decided.device)
+            seed = equal_keys.sizes_digest(decided.config or {})
+            status = put_in(engine, decided.report.profile, decided.settings, decided.device, seed)
     except Exception as error:  # fail open
         if decided.strict:
             raise

@@ -94,6 +94,7 @@ def probe(
     import torch
 
     from autotune_offload.decide.decide import decide
+    from autotune_offload.decide.step import decide_step
     from autotune_offload.measure.attempts import sizes
     from autotune_offload.measure.measure import measure, pin_cap_bytes
     from autotune_offload.measure.rehearsal import rehearse
@@ -115,16 +116,19 @@ def probe(
         seconds=loaded.budget_seconds,
         whole_bytes=largest_needed(workload, limits, layout, software.deepspeed),
     )
+    dtype: torch.dtype = getattr(torch, workload.dtype)
+    device.why_no_pass(dtype)  # compiles it, where it was not yet
     started = device.now()
     with measuring(device):
         measurements = measure(
             device,
             loaded,
-            dtype=getattr(torch, workload.dtype),
+            dtype=dtype,
             cache_bytes=facts.last_level_cache_bytes,
             memory_bytes=memory_bytes,
             pinnable_bytes=limits.pinnable_bytes,
             rehearsed=rehearsed,
+            step=layout.stage == 3 and layout.optimizer == "cpu",
             progress=lambda what, done: report(what, done * share),
         )
         decision = decide(
@@ -140,6 +144,15 @@ def probe(
             progress=lambda what, done: report(what, share + done * (1 - share)),
             layout=layout,
         )
+    step = decide_step(
+        device,
+        measurements,
+        workload,
+        limits,
+        decision.choice,
+        layout=layout,
+        version=software.deepspeed,
+    )
     report("done", 1.0)
     return Profile(
         schema=SCHEMA,
@@ -173,6 +186,8 @@ def probe(
         rechecked_seconds=missed.rechecked_seconds if missed is not None else None,
         ranks_copying=ranks_per_host,
         accumulations=decision.accumulations,
+        step_rates=measurements.step,
+        step=step,
     )
 
 

@@ -11,9 +11,13 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from autotune_offload import markup
-from autotune_offload.engine.attachment import Status
+from autotune_offload import markup, units
+from autotune_offload.api.page_locked import page_locked
+from autotune_offload.engine import attach
+from autotune_offload.engine.entrants import OWN_NAME
+from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
+from autotune_offload.engine.tally import Carried, Shares
 from autotune_offload.records import Change, Profile, Record
 
 reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
@@ -52,25 +56,34 @@ class Report(Record, frozen=True, kw_only=True):
         choice = self.profile.choice
         words = f"path {choice.path}, cast on the {choice.cast}"
         lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self.carrier()}"]
+        lines += [self.carried()] * bool(self.carried())
         lines += [f"steps made {self.stepper()}"] * (self.step is not None)
         lines.append("why:")
-        return lines + [f"  - {reason}" for reason in choice.reasons]
+        decided = self.profile.step if self.step is not None else None
+        reasons = (*choice.reasons, *(decided.reasons if decided is not None else ()))
+        return lines + [f"  - {reason}" for reason in reasons]
 
     def carrier(self) -> str:
         """By whom gradients are moved, and what is known of it so far, in a few words."""
-        if self.path is None:
+        path = self.path
+        if path is None:
             return "by DeepSpeed's own code, with the keys below"
-        if self.path.why_not is not None:
-            return f"by DeepSpeed's own code, with the keys below: {self.path.why_not}"
-        words = "in the running optimizer"
-        check = self.path.check
+        words = [_by_whom(path)]
+        if path.why_not is not None or path.ended is not None or path.replaced:
+            return words[0]  # what was found and timed was the path's
+        check = path.check
         if check is not None and check.partitions and check.mismatch is None:
-            words += f"; the first {check.partitions} partitions were DeepSpeed's own to the last bit"
-        words += self._times(self.path)
-        if self.path.stock_link_bytes:
-            share = self.path.link_bytes / self.path.stock_link_bytes
-            words += f"; {share:.0%} of the bytes that DeepSpeed would move over the link"
-        return words
+            words.append(f"the first {check.partitions} partitions were DeepSpeed's own to the last bit")
+        if path.confirmed is not None or path.accumulation_seconds:
+            words.append(self._times(path))
+        if path.stock_link_bytes:
+            share = path.link_bytes / path.stock_link_bytes
+            words.append(f"{share:.0%} of the bytes that DeepSpeed would move over the link")
+        return "; ".join(words)
+
+    def carried(self) -> str:
+        """Who has taken how much to fp32, now and since the start, in a few words; empty before anything was."""
+        return "" if self.path is None else "; ".join(_counted(self.path))
 
     def stepper(self) -> str:
         """By whom optimizer steps are made, and what is known of it so far, in a few words."""
@@ -87,16 +100,16 @@ class Report(Record, frozen=True, kw_only=True):
         return f"by one compiled pass; {words}; {step.choice.reason}"
 
     def _times(self, path: Status) -> str:
-        """With the path and without; means, since the passes of one accumulation differ."""
-        ours, stock = path.backward_seconds, path.stock_backward_seconds
-        if not ours:
-            return ""
-        words = f"; {statistics.fmean(ours) * 1e3:.3g} ms of host time in a backward pass"
+        """With the path and without; medians of accumulations."""
+        if path.confirmed is not None:
+            return f"confirmed on your own steps: {path.confirmed.sentence()}"
+        ours, stock = path.accumulation_seconds, path.stock_accumulation_seconds
+        words = f"{statistics.median(ours) * 1e3:.3g} ms an accumulation"
         if not stock:
             return words
-        passes = "the one" if len(stock) == 1 else f"the {len(stock)}"
-        without = f"{statistics.fmean(stock) * 1e3:.3g} ms without it"
-        return f"{words}, {without} (in {passes} after the self-check, left to DeepSpeed's own code)"
+        passes = "the one" if len(stock) == 1 else f"{len(stock)}"
+        without = f"{statistics.median(stock) * 1e3:.3g} ms without it"
+        return f"{words}, {without} (in {passes} that DeepSpeed's own code carried)"
 
     def _change_lines(self) -> list[str]:
         if not self.changes:
@@ -113,40 +126,68 @@ class Report(Record, frozen=True, kw_only=True):
         return ["page-locked:", *pinned] * bool(pinned) + ["notes:", *notes] * bool(notes)
 
 
+def _by_whom(path: Status) -> str:
+    """What is so now, and nothing else."""
+    over = path.why_not or path.ended
+    if path.replaced:
+        others = f"by somebody else's {' and '.join(path.replaced)}, put in place after the path was attached"
+        return f"{others}; {over}" if over else others
+    if over is not None:
+        return f"by DeepSpeed's own code, with the keys below: {over}"
+    if len(path.carriers) > 1:
+        turns = f"{', '.join(path.carriers[:-1])} and {path.carriers[-1]}"
+        return f"in the running optimizer, in turn by {turns}, until the fastest of them is known"
+    if path.carriers == (OWN_NAME,):
+        return f"by {OWN_NAME}"
+    last = path.tally.last_accumulation
+    if last.deepspeed.partitions and not last.path.partitions and not last.compared.partitions:
+        summed = ", added up by the path before" if last.path.summed_partitions else ""
+        return f"by DeepSpeed's own code in the last accumulation{summed}"
+    return "in the running optimizer"
+
+
+def _counted(path: Status) -> list[str]:
+    """Who has taken how much to fp32, now and since the start."""
+    start, last = path.tally.since_start, path.tally.last_accumulation
+    words = []
+    if start != Shares():
+        over = path.why_not is not None or path.ended is not None
+        words = [
+            f"taken to fp32 until then: {_shares(start)}"
+            if over
+            else f"taken to fp32 in the last accumulation: {_shares(last)}; since the start: {_shares(start)}"
+        ]
+    if path.left_to_deepspeed:
+        left = f"{path.left_to_deepspeed:,} times a partition was left to DeepSpeed's own code"
+        words.append(f"{left}, since the path does not do it exactly or has failed")
+    return words
+
+
+def _shares(shares: Shares) -> str:
+    names = (
+        ("by the path", shares.path),
+        ("by DeepSpeed's own code", shares.deepspeed),
+        ("by both, compared", shares.compared),
+    )
+    return " and ".join(f"{_partitions(of)} {by}" for by, of in names if of.partitions) or "none"
+
+
+def _partitions(of: Carried) -> str:
+    plural = "s" * (of.partitions != 1)
+    return f"{of.partitions:,} partition{plural} ({units.size(of.bytes)})"
+
+
 def report(engine: Any) -> Report:
-    """What was chosen for an engine, why, what was changed, and what DeepSpeed really page-locked."""
+    """What was chosen for an engine, why, what was changed, and what is really page-locked; from any thread."""
     try:
         known = reports.get(engine)
     except TypeError:  # nothing that an engine could be
-        known = None
-    if known is None:
-        known = Report(profile=None, notices=("this engine was not made by autotune_offload.initialize",))
-    return structs.replace(known, pinned_bytes=_really_pinned(engine))
+        return _FOREIGN
+    attach.status(engine)  # which looks who is called now
+    return structs.replace(known or _FOREIGN, pinned_bytes=page_locked(engine))
 
 
-def _really_pinned(engine: Any) -> dict[str, int]:
-    """Bytes of DeepSpeed's own host buffers that are page-locked, by what they are for."""
-    optimizer = getattr(engine, "optimizer", None)
-    sums = getattr(optimizer, "accumulated_grads_in_cpu", None) or {}
-    weights = getattr(optimizer, "single_partition_of_fp32_groups", None) or []
-    fp32 = [*(getattr(optimizer, "fp32_partitioned_groups_flat", None) or []), *weights]
-    buffers = {
-        "gradient accumulation": [getattr(optimizer, "grad_partitions_flat_buffer", None), *sums.values()],
-        "fp32 gradients": [partition.grad for partition in fp32],
-        "16-bit parameters": [
-            getattr(optimizer, "lp_param_buffer", None),
-            *(getattr(optimizer, "param_buffer_of_bit16_for_cpu_offload_groups", None) or []),
-        ],
-        "fp32 weights": weights,
-        "one gradient": [getattr(optimizer, "temp_grad_buffer_for_cpu_offload", None)],
-    }
-    return {name: sum(_pinned_bytes(t) for t in tensors) for name, tensors in buffers.items()}
-
-
-def _pinned_bytes(tensor: Any) -> int:
-    if tensor is None or tensor.device.type != "cpu" or not tensor.numel():
-        return 0
-    return int(tensor.nbytes) if tensor.is_pinned() else 0
+_FOREIGN = Report(profile=None, notices=("this engine was not made by autotune_offload.initialize",))
 
 
 def shown(value: object) -> str:

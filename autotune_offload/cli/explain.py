@@ -11,7 +11,9 @@ import click
 from autotune_offload import units
 from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json
+from autotune_offload.cli.steps import print_steps, step_document
 from autotune_offload.cli.stored import find_profile, open_store
+from autotune_offload.cli.trace import trace_option, write_trace
 from autotune_offload.reports.alternatives import Alternative, alternatives, best_of_each, rejections, verdict
 
 if TYPE_CHECKING:
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
 
 @click.command("explain", short_help="Why this choice; what each alternative would have cost.")
 @options.profile_argument
+@trace_option
 @options.cache_option
 @options.json_option
-def command(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
+def command(*, profile: str | None, trace: Path | None, cache: Path | None, as_json: bool) -> None:
     """Explain a stored choice: PROFILE is a file or the start of a key, by default the newest.
 
     Shows the best candidate of each path and cast and each sequence of DeepSpeed's own: what it costs a
@@ -32,6 +35,7 @@ def command(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
     change on this machine for it to win, and the command that checks it.
     """
     found, path = find_profile(open_store(cache), profile)
+    write_trace(trace, [("", found)])
     if as_json:
         emit_json(_document(found, path))
     else:
@@ -46,6 +50,7 @@ def _document(profile: Profile, path: Path) -> dict[str, Any]:
         "profile": str(path),
         "choice": to_plain(profile.choice),
         "accumulations": to_plain(profile.accumulations),
+        "step": step_document(profile),
         "alternatives": [
             {
                 **{each.name: getattr(row, each.name) for each in fields(row) if each.name != "way"},
@@ -73,6 +78,7 @@ def _print(out: Console, profile: Profile) -> None:
     rows = best_of_each(alternatives(profile))
     _print_alternatives(out, rows)
     print_accumulations(out, profile)
+    print_steps(out, profile, rates=False)
     _print_doubts(out, rows, profile)
     _print_rejections(out, rejections(profile))
     _print_sizes(out, choice)

@@ -1,4 +1,4 @@
-"""`autotune-offload profiles`: the stored profiles: list, show, prune, path."""
+"""`autotune-offload profiles`: the stored profiles: list, show, prune, forget, path."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from autotune_offload import units
 from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json, notice
 from autotune_offload.cli.show import show
-from autotune_offload.cli.stored import key_of, open_store
+from autotune_offload.cli.stored import find_profile, key_of, open_store
 
 if TYPE_CHECKING:
     from autotune_offload.profiles.store import Entry
 
 
-@click.group("profiles", short_help="The stored profiles: list, show, prune, path.")
+@click.group("profiles", short_help="The stored profiles: list, show, prune, forget, path.")
 def command() -> None:
     """Look after the stored profiles."""
 
@@ -46,6 +46,30 @@ def list_(*, cache: Path | None, as_json: bool) -> None:
 def show_(*, profile: str | None, cache: Path | None, as_json: bool) -> None:
     """Show a stored profile; the same as `autotune-offload show`."""
     show(profile, cache, as_json=as_json)
+
+
+@command.command("forget")
+@options.profile_argument
+@click.option("--all", "everything", is_flag=True, help="Of all stored profiles.")
+@options.cache_option
+@options.json_option
+def forget(*, profile: str | None, everything: bool, cache: Path | None, as_json: bool) -> None:
+    """Forget what runs have found out about a stored choice; the profile stays, by default the newest's."""
+    from autotune_offload.profiles import outcomes
+
+    if everything and profile is not None:
+        raise click.UsageError("--all is of every profile; give it without PROFILE")
+    store = open_store(cache)
+    files = store.files() if everything else [find_profile(store, profile)[1]]
+    forgotten = [str(file) for file in files if outcomes.forget(file)]
+    if as_json:
+        emit_json({"forgotten": forgotten})
+        return
+    for file in forgotten:
+        click.echo(file)
+    notice(
+        f"forgotten: what runs found out about {len(forgotten)} stored choice{'s' * (len(forgotten) != 1)}"
+    )
 
 
 @command.command("prune")
@@ -93,6 +117,8 @@ def _check_what_to_prune(older_than: float | None, broken: bool, everything: boo
 
 
 def _row(entry: Entry) -> dict[str, Any]:
+    from autotune_offload.profiles import outcomes
+
     profile = entry.profile
     if profile is None:
         return {"path": str(entry.path), "key": None, "problem": entry.problem}
@@ -105,6 +131,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "choice": profile.choice.path,
         "cast": profile.choice.cast,
         "gain": profile.choice.gain,
+        "found": outcomes.sentences(outcomes.about(entry.path, profile.choice)),
         "problem": entry.problem,
     }
 
@@ -122,5 +149,7 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
     if grid.row_count:
         out.print(grid)
     for row in rows:
+        for sentence in row.get("found", ()):
+            out.print(f"{row['key'][:8]}: {sentence}", soft_wrap=True)
         if row["problem"]:
             out.print(f"cannot be used: {row['path']}: {row['problem']}", soft_wrap=True)

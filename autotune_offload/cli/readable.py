@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune_offload import units
+from autotune_offload.cli.steps import print_steps
+from autotune_offload.paths.device_memory import device_memory
 from autotune_offload.reports.alternatives import (
     Alternative,
     alternatives,
@@ -39,6 +41,7 @@ def print_profile(out: Console, profile: Profile, path: Path | None, *, plots: b
     print_costs(out, profile)
     print_alternatives(out, profile)
     print_accumulations(out, profile)
+    print_steps(out, profile, rates=True)
     print_choice(out, profile)
 
 
@@ -151,13 +154,22 @@ def print_choice(out: Console, profile: Profile) -> None:
     """The decision, the reasons, the keys it writes, the warnings."""
     choice = profile.choice
     heading(out, f"Choice: {describe_choice(choice)}")
-    bullets(out, (*choice.reasons, *choice.sizes.reasons.values()))
+    bullets(out, (*choice.reasons, *choice.sizes.reasons.values(), _device_memory(profile)))
     heading(out, "It would write")
     for line in _nested(profile.zero_optimization, depth=1):
         out.print(line, soft_wrap=True)
     if profile.warnings:
         heading(out, "Warnings")
         bullets(out, profile.warnings)
+
+
+def _device_memory(profile: Profile) -> str:
+    """What the path keeps on the device."""
+    on_host = profile.device.kind == "cpu"
+    kept = device_memory(profile.choice, profile.workload, shares_host_memory=on_host)
+    parts = ((kept.cast_bytes, "for casts"), (kept.sums_bytes, "for sums of micro-steps"))
+    words = " and ".join(f"{units.size(count)} {what}" for count, what in parts if count)
+    return f"scratch of the path in device memory: {words or 'none'}"
 
 
 def describe_choice(choice: Choice) -> str:

@@ -14,11 +14,15 @@ from typing import NoReturn
 
 import click
 
+from autotune_offload import switch
 from autotune_offload.cli import options, parent
 from autotune_offload.cli.output import emit_json
 
 HOOK = Path(__file__).resolve().parents[1] / "api" / "hook"
 """The folder whose `sitecustomize` Python runs at its start where it is on PYTHONPATH."""
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch asks the kernel for huge pages behind its host memory where this is 1 when a process starts."""
 
 
 @click.command(
@@ -42,7 +46,10 @@ def command(*, environment: bool, as_json: bool, command: tuple[str, ...]) -> No
 
     --json goes with --environment alone, since stdout is COMMAND's.
     """
-    variables = {"PYTHONPATH": _with_hook(os.environ.get("PYTHONPATH", ""))}
+    variables = {
+        "PYTHONPATH": _with_hook(os.environ.get("PYTHONPATH", "")),
+        HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
+    }
     if environment:
         if command:
             raise click.UsageError("--environment runs nothing; leave the command out")
@@ -55,10 +62,19 @@ def command(*, environment: bool, as_json: bool, command: tuple[str, ...]) -> No
         )
     if not command:
         raise click.UsageError("no command; expected a script, -m MODULE, or a launcher and its arguments")
-    resolved, its_environment = _resolved(command), {**os.environ, **variables}
-    if os.environ.get("AUTOTUNE_OFFLOAD") == "0" or not parent.possible():
+    resolved = _resolved(command)
+    if _switched_off():
+        _become(resolved, dict(os.environ))
+    its_environment = {**os.environ, **variables}
+    if not parent.possible():
         _become(resolved, its_environment)
     _watched(resolved, its_environment)
+
+
+def _switched_off() -> bool:
+    with contextlib.suppress(ValueError):  # refused below, where it can be told in words
+        return switch.is_off()
+    return False
 
 
 def _with_hook(path: str) -> str:

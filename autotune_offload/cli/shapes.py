@@ -139,6 +139,7 @@ class Row(Record, frozen=True, kw_only=True):
     choice: str = ""
     cast: str = ""
     gain: float = 0.0
+    found: Any = None
 
 
 class Listed(Record, frozen=True, kw_only=True):
@@ -181,6 +182,7 @@ _Explained = msgspec.defstruct(
         ("profile", str),
         ("choice", Choice),
         ("accumulations", list[Accumulated]),
+        ("step", Any),
         ("alternatives", list[_Weighed]),  # type: ignore[valid-type]  # made above
         ("rejected", list[Rejected]),
     ],
@@ -231,7 +233,7 @@ def _verified() -> Schema:
     return _document(_extended("Verified", Verification.__doc__ or "", Verification, **more))()
 
 
-_LEAST = {"buffer_bytes": 1, "buffer_count": 1, "host_threads": 0, "max_pinned_bytes": 0}
+_LEAST = {"confirm_rounds": 1, "buffer_bytes": 1, "buffer_count": 1, "host_threads": 0, "max_pinned_bytes": 0}
 _SIZE = r"^\s*\d+(\.\d+)?\s*([kKmMgGtT][iI]?)?[bB]\s*$"
 
 
@@ -294,6 +296,7 @@ SCHEMAS: dict[str, tuple[str, Callable[[], Schema]]] = {
     "fleet": ("fleet --json.", _document(_Fleet)),
     "profiles-list": ("profiles list --json.", _document(Listed)),
     "profiles-show": ("profiles show --json: a profile.", _document(Profile)),
+    "profiles-forget": ("profiles forget --json.", lambda: {"type": "object", "required": ["forgotten"]}),
     "profiles-prune": ("profiles prune --json.", _document(Pruned)),
     "profiles-path": ("profiles path --json.", _document(Folder)),
 }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json
 from autotune_offload.cli.stored import find_profile, open_store
+
+if TYPE_CHECKING:
+    from autotune_offload.records import Profile
 
 
 @click.command("show", short_help="Show a stored profile.")
@@ -31,3 +35,16 @@ def show(wanted: str | None, cache: Path | None, *, as_json: bool) -> None:
         from autotune_offload.cli.readable import print_profile
 
         print_profile(console(), found, path, plots=True)
+        _print_found(found, path)
+
+
+def _print_found(profile: Profile, path: Path) -> None:
+    """What runs have found out about the choice since."""
+    from autotune_offload.cli.readable import bullets, heading
+    from autotune_offload.profiles import outcomes
+
+    sentences = outcomes.sentences(outcomes.about(path, profile.choice))
+    if sentences:
+        out = console()
+        heading(out, f"Found on real training steps ({outcomes.CLEAR})")
+        bullets(out, sentences)

@@ -13,6 +13,7 @@ from autotune_offload.cli import options
 from autotune_offload.cli.output import console, emit_json, notice, stdout_set_aside
 from autotune_offload.cli.probe import PLANS
 from autotune_offload.cli.progress import Reporter
+from autotune_offload.cli.trace import trace_option, write_trace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +40,7 @@ _PINS = {(True, True): "both", (True, False): "state", (False, True): "params", 
     metavar="FILE",
     help="Save the machine's description as YAML; existing files stay.",
 )
+@trace_option
 @click.option("--list", "listing", is_flag=True, help="List the machines and end.")
 @options.workload_options("--ranks")
 @click.option("--plan", type=click.Choice(PLANS), default="standard", help="How much to measure.")
@@ -58,6 +60,7 @@ def command(
     every: bool,
     from_profile: Path | None,
     write: Path | None,
+    trace: Path | None,
     listing: bool,
     params: int | None,
     model: Path | None,
@@ -91,6 +94,7 @@ def command(
         workload = options.workload(params, model, ranks, accumulation_steps, dtype)
         run = _Run(workload, plan, budget, max_pinned, noise, seed)
         profiles = run.all(found)
+    write_trace(trace, [(machine.name, each) for machine, each in zip(found, profiles, strict=True)])
     _print(found, profiles, every=every, as_json=as_json)
 
 
@@ -226,6 +230,32 @@ def _print_table(out: Console, pairs: list[tuple[Machine, Profile]]) -> None:
     versions = "its two memories" if several else "any version's"
     adds = " ^: micro-steps are added up on the host." if several else ""
     out.print(f"{legend}{versions}. =: DeepSpeed's own code is kept.{adds} All times are virtual.")
+    _print_steps(out, pairs)
+
+
+def _print_steps(out: Console, pairs: list[tuple[Machine, Profile]]) -> None:
+    """The optimizer step of each, as predicted."""
+    from autotune_offload.cli.readable import heading, table
+
+    heading(out, "Optimizer step: the compiled pass against DeepSpeed's own")
+    grid = table("machine", "weights go", right=("threads", "step", "threads", "own", "gain"))
+    for machine, profile in pairs:
+        decided, rates = profile.step, profile.step_rates
+        if decided is not None and rates is not None:
+            grid.add_row(
+                machine.name,
+                decided.back,
+                str(decided.threads or units.MISSING),
+                units.duration(decided.chosen.predicted_seconds),
+                str(rates.threads),
+                units.duration(decided.own.predicted_seconds),
+                units.times(decided.gain),
+            )
+    out.print(grid)
+    out.print(
+        "Predicted from what was timed; threads: host threads of each. With several ranks DeepSpeed's own has one, "
+        "as launchers set it."
+    )
 
 
 def _row(profile: Profile) -> list[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autotune_offload.engine.toy_model import ModelSpec
     from autotune_offload.engine.trainee import Timing
     from autotune_offload.engine.verify import VariantResult, Verification
-    from autotune_offload.records import Choice, Profile
+    from autotune_offload.records import Choice, Profile, StepDecision
 
 
 _MICRO_BATCH = 2
@@ -54,6 +54,11 @@ _BYTES_A_PARAMETER = 20
     metavar="FILE",
     help="A ds_config whose zero_optimization is compared [default: plain ZeRO-3 offload].",
 )
+@click.option(
+    "--cpu-adam",
+    is_flag=True,
+    help="Train with DeepSpeedCPUAdam, whose C++ op DeepSpeed builds once, and with the decided step.",
+)
 @click.option("--profile", metavar="PROFILE", help="A file or the start of a key [default: this host's].")
 @options.cache_option
 @options.json_option
@@ -63,6 +68,7 @@ def command(
     warmup: int,
     params: int | None,
     config: Path | None,
+    cpu_adam: bool,
     profile: str | None,
     cache: Path | None,
     as_json: bool,
@@ -71,12 +77,12 @@ def command(
 
     The variants take turns step by step in one process, and a second engine of the first shows the
     noise. The tuned one has the keys that `apply` writes, and the chosen path in its optimizer where
-    that beats DeepSpeed's own code.
+    that beats DeepSpeed's own code. With --cpu-adam it has the decided optimizer step as well.
     """
     with stdout_set_aside():
         store = open_store(cache)
         found, path = find_profile(store, profile) if profile else fitting_profile(store)
-        tuned, outcome = _train(found, config, params, steps=steps, warmup=warmup)
+        tuned, outcome = _train(found, config, params, cpu_adam=cpu_adam, steps=steps, warmup=warmup)
     if as_json:
         from autotune_offload.records import to_plain
 
@@ -86,7 +92,7 @@ def command(
 
 
 def _train(
-    profile: Profile, config: Path | None, params: int | None, *, steps: int, warmup: int
+    profile: Profile, config: Path | None, params: int | None, *, cpu_adam: bool, steps: int, warmup: int
 ) -> tuple[Tuned, Verification]:
     from autotune_offload.config import tune
     from autotune_offload.engine.toy_model import ModelSpec
@@ -96,7 +102,8 @@ def _train(
 
     model = ModelSpec() if params is None else model_of(params)
     _check_memory(params or 0, limits.limits().available_bytes)
-    own = _own_config(config)
+    own = _own_config(config, cpu_adam=cpu_adam)
+    decided = profile.step if cpu_adam else None
     choice = profile.choice
     carried = choice.beats_deepspeed
     tuned = tune.tune(own, choice, version=host.software().deepspeed, carried=carried)
@@ -107,7 +114,7 @@ def _train(
                 Variant(
                     name="tuned",
                     config=tuned.config,
-                    prepare=partial(_carry_out, choice) if carried else None,
+                    prepare=partial(_carry_out, choice if carried else None, decided),
                 ),
             ],
             model=model,
@@ -118,23 +125,26 @@ def _train(
     return tuned, outcome
 
 
-def _carry_out(choice: Choice, engine: Any) -> None:
-    """Put the chosen path into the engine; where that cannot be, what is compared would not be the choice."""
+def _carry_out(choice: Choice | None, step: StepDecision | None, engine: Any) -> None:
+    """Put path and step into the engine; where that cannot be, what is compared would not be the choice."""
     from autotune_offload.engine.attach import attach
+    from autotune_offload.engine.step_attach import StepSpec, attach_step
 
-    status = attach(engine, choice)
-    if status.why_not is not None:
-        raise ConfigError(
-            f"the {choice.path} path cannot be verified with this configuration: {status.why_not}"
-        )
+    if choice is not None and (why_not := attach(engine, choice).why_not) is not None:
+        raise ConfigError(f"the {choice.path} path cannot be verified with this configuration: {why_not}")
+    if step is None or step.way == "deepspeed":
+        return
+    spec = StepSpec(step="fused", threads=step.threads, page_lock=step.back != "direct")
+    if (why_not := attach_step(engine, spec, check=False).why_not) is not None:
+        raise ConfigError(f"the decided step cannot be verified with this configuration: {why_not}")
 
 
-def _own_config(config: Path | None) -> dict[str, Any]:
+def _own_config(config: Path | None, *, cpu_adam: bool = False) -> dict[str, Any]:
     """What is trained without us: plain ZeRO-3, or the ZeRO section of the user's file in its place."""
     from autotune_offload.config import reading
     from autotune_offload.engine.trainee import stock_config
 
-    stock = stock_config(micro_batch=_MICRO_BATCH)
+    stock = stock_config(micro_batch=_MICRO_BATCH, torch_adam=not cpu_adam)
     if config is None:
         return stock
     zero = reading.read(config).get("zero_optimization")
@@ -174,6 +184,7 @@ def _print(out: Console, outcome: Verification, tuned: Tuned) -> None:
         cells = (_timing(result.timing(metric)) for metric in ("step", "backward", "gradient_offload"))
         grid.add_row(result.name, *cells)
     out.print(grid)
+    _print_phases(out, outcome)
     heading(out, "Times as fast as the first (interval of the median)")
     _print_ratios(out, [*outcome.variants[1:], outcome.control])
     heading(out, "Verdict")
@@ -181,6 +192,18 @@ def _print(out: Console, outcome: Verification, tuned: Tuned) -> None:
     same = "the same in every step" if outcome.losses_identical else "not the same: see losses in --json"
     out.print(f"Losses: {same}.")
     _print_changes(out, tuned)
+
+
+def _print_phases(out: Console, outcome: Verification) -> None:
+    from autotune_offload.cli.readable import heading, table
+    from autotune_offload.engine.trainee import PHASES
+
+    heading(out, "Within the optimizer step, host time (spread)")
+    grid = table("variant", right=("unscale", "Adam", "copy back"))
+    for result in (*outcome.variants, outcome.control):
+        grid.add_row(result.name, *(_timing(result.phases[phase]) for phase in PHASES))
+    out.print(grid)
+    out.print("With one compiled pass all three are done in the second.")
 
 
 def _print_ratios(out: Console, results: list[VariantResult]) -> None:

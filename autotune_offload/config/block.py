@@ -123,6 +123,8 @@ _CHECKS: dict[str, Callable[[object], Any]] = {
     "host_threads": _whole(0),
     "accumulate": _one_of("device", "host"),
     "step": _one_of("deepspeed", "fused"),
+    "confirm": _flag,
+    "confirm_rounds": _whole(1),
     "keep": _keys,
     "budget_seconds": _seconds,
     "max_pinned_bytes": _size(0),

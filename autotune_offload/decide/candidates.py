@@ -14,6 +14,7 @@ from msgspec import structs
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.errors import ConfigError
 from autotune_offload.machine.device import Device
+from autotune_offload.paths.device_memory import against_device_memory
 from autotune_offload.paths.page_locking import PinRules
 from autotune_offload.records import PATHS, Candidate, Choice, Settings, Workload
 
@@ -63,7 +64,7 @@ def admitted(model: CostModel, device: Device, rules: PinRules, steer: Settings)
     """
     every = grid(device, model.workload, steer)
     found = sorted((structs.replace(c, predicted_seconds=model.seconds(c)) for c in every), key=predicted)
-    limits = {key(c): rules.against(c) for c in found}
+    limits = {key(c): rules.against(c) or _against_device_memory(c, model, device) for c in found}
     able = [c for c in found if limits[key(c)] is None]
     if not able:
         raise ConfigError(
@@ -72,6 +73,15 @@ def admitted(model: CostModel, device: Device, rules: PinRules, steer: Settings)
         )
     barred = _one_a_cast(structs.replace(c, rejected=limits[key(c)]) for c in found if limits[key(c)])
     return sorted([*_pruned(able, _NEVER_PRUNED * model.compute_seconds), *barred], key=predicted)
+
+
+def _against_device_memory(candidate: Candidate, model: CostModel, device: Device) -> str | None:
+    return against_device_memory(
+        candidate,
+        model.workload,
+        device.identity.memory_bytes,
+        shares_host_memory=device.shares_host_memory,
+    )
 
 
 def _one_a_cast(rejected: Iterable[Candidate]) -> Iterator[Candidate]:

@@ -6,6 +6,7 @@ from autotune_offload.config.keys import NAMES
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.line import Line
 from autotune_offload.machine.device import Device
+from autotune_offload.paths.device_memory import DEVICE_MEMORY_SHARE, UNKNOWN_MEMORY_BYTES
 from autotune_offload.paths.page_locking import PinRules
 from autotune_offload.records import Memory, Workload, ZeroSizes
 from autotune_offload.upstream import (
@@ -20,12 +21,6 @@ _BUCKETS_A_BACKWARD = 16
 
 _EFFICIENCY = 0.95
 """Share of the link's bandwidth that a bucket should reach."""
-
-_DEVICE_MEMORY_SHARE = 0.02
-"""Of the device's memory at most for one bucket."""
-
-_UNKNOWN_MEMORY_BYTES = 8 << 30
-"""Taken where the device does not tell its memory: the least that offloading is used with."""
 
 
 def zero_sizes(model: CostModel, workload: Workload, device: Device, rules: PinRules) -> ZeroSizes:
@@ -42,7 +37,7 @@ def zero_sizes(model: CostModel, workload: Workload, device: Device, rules: PinR
         low = DTYPE_BYTES[workload.dtype]
         memory: Memory = "pinned" if rules.pin.largest_bytes else "pageable"
         down, up = model.rates.line("d2h", memory), model.rates.line("h2d", memory)
-        bucket_bytes = (device.identity.memory_bytes or _UNKNOWN_MEMORY_BYTES) * _DEVICE_MEMORY_SHARE
+        bucket_bytes = (device.identity.memory_bytes or UNKNOWN_MEMORY_BYTES) * DEVICE_MEMORY_SHARE
         room = max(int(bucket_bytes) // low, 1)
         values |= {
             "reduce_bucket_elements": _reduce_bucket(down, workload, room),
@@ -63,7 +58,7 @@ def _reduce_bucket(link: Line, workload: Workload, room: int) -> tuple[int, str]
     return value, (
         f"is {value:,} elements: gradients leave about {max(workload.parameter_elements // value, 1)} times in a "
         f"backward pass; below {efficient:,} the link's latency of {link.latency_seconds * 1e6:.3g} us would cost "
-        f"over {1 - _EFFICIENCY:.0%}; the bucket takes {_DEVICE_MEMORY_SHARE:.0%} of the device's memory at most"
+        f"over {1 - _EFFICIENCY:.0%}; the bucket takes {DEVICE_MEMORY_SHARE:.0%} of the device's memory at most"
     )
 
 
@@ -73,7 +68,7 @@ def _prefetch_bucket(link: Line, workload: Workload, low: int, room: int) -> tup
     wanted = max(efficient, min(largest, PREFETCH_BUCKET_ELEMENTS))
     value = _power_of_two(wanted, room)
     return value, (
-        f"is {value:,} elements: the power of two that holds {wanted:,}, or {_DEVICE_MEMORY_SHARE:.0%} of the device's "
+        f"is {value:,} elements: the power of two that holds {wanted:,}, or {DEVICE_MEMORY_SHARE:.0%} of the device's "
         f"memory where that is less. That is the larger of two: the largest parameter ({largest:,}), which counts "
         f"up to DeepSpeed's own {PREFETCH_BUCKET_ELEMENTS:,}, and the {efficient:,} at which h2d reaches "
         f"{_EFFICIENCY:.0%} of its {link.bytes_per_second / 1e9:.3g} GB/s"

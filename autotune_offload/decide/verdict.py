@@ -14,9 +14,6 @@ from autotune_offload.decide.entrant import Entrant
 from autotune_offload.paths.page_locking import PinRules
 from autotune_offload.records import Baseline, Candidate, Path, Settings
 
-_TIE = 0.02
-"""Two medians closer than 2 % are never told apart, however small the spread in one process."""
-
 _BUFFER_TIE = 0.01
 """The same between two of one path: they pin alike, and smaller buffers are not worth more than 1 %."""
 
@@ -25,10 +22,6 @@ _FAR = 2.0
 
 RUN_STEPS = 1000
 """Over so many optimizer steps what locking takes at a start has to be earned back: a short run."""
-
-_FEW_ROUNDS = 3
-_UNREPEATED = 0.25
-"""Taken for the noise of two entrants that ran in fewer rounds together than that: it cannot be seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +136,8 @@ class Verdict:
             return 0.0
         if one.behind or other.behind or self.ratio(other, one) > _FAR:
             return 0.0
-        if len(ratios) < _FEW_ROUNDS:
-            return _UNREPEATED
+        if len(ratios) < spread.SEEN_FROM:
+            return spread.UNSEEN
         return spread.noise(ratios)
 
     def apart(self, rival: Entrant[Any]) -> float:
@@ -152,11 +145,11 @@ class Verdict:
 
         Nobody else's noise counts: a rival that ran a few rounds and is clearly behind makes no tie of others.
         """
-        return max(_TIE, self._noise(self.best, rival))
+        return max(spread.TIE, self._noise(self.best, rival))
 
     def noise_between(self, one: Entrant[Any], other: Entrant[Any]) -> float:
         """Of the two alone."""
-        return max(_TIE, self._noise(one, other), self._noise(other, one))
+        return max(spread.TIE, self._noise(one, other), self._noise(other, one))
 
     @property
     def over(self) -> str:

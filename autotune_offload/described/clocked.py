@@ -41,6 +41,8 @@ class Faults:
 class ClockedDevice(Device):
     """A device whose time passes only by what is done on it; see `SimulatedDevice` for the arguments."""
 
+    keeps_time = True
+
     def __init__(
         self,
         machine: Machine,

@@ -19,11 +19,20 @@ from autotune_offload.described.blocks import Blocks
 from autotune_offload.described.clocked import ClockedDevice, Faults
 from autotune_offload.described.host_side import facts_of, limits_of
 from autotune_offload.described.machine import Machine
-from autotune_offload.described.speeds import ADD_TRAFFIC, CAST_TRAFFIC, COPY_TRAFFIC, Direction, speeds
+from autotune_offload.described.speeds import (
+    ADD_TRAFFIC,
+    CAST_TRAFFIC,
+    COLD_NARROWING,
+    COPY_TRAFFIC,
+    PASS_TRAFFIC,
+    SCALING_TRAFFIC,
+    Direction,
+    speeds,
+)
 from autotune_offload.described.traffic import Traffic
 from autotune_offload.errors import PinError
 from autotune_offload.line import Line
-from autotune_offload.machine import host_pass
+from autotune_offload.machine import adam, host_pass
 from autotune_offload.records import DeviceIdentity, HostFacts, Limits, Memory
 
 # -- the device -----------------------------------------------------------------------------------
@@ -208,9 +217,49 @@ class SimulatedDevice(ClockedDevice):
 
     def h2h(self, destination: Tensor, source: Tensor) -> None:
         """Copy host to host in the calling thread, casting where the dtypes differ."""
-        self._on_host(destination, casts=destination.dtype != source.dtype)
+        if destination.itemsize < source.itemsize:
+            self._narrow(destination, source)
+        else:
+            self._on_host(destination, casts=destination.dtype != source.dtype)
         if not self._timed_only:
             destination.copy_(source)
+
+    def _narrow(self, destination: Tensor, source: Tensor) -> None:
+        """As fast as widening; into new pages slower by what the kernel and the processor then move beside it."""
+        speeds, slower = self.speeds, COLD_NARROWING if self._blocks.is_cold(destination) else 1.0
+        one, everyone = speeds.cast_one / slower, speeds.cast_all / slower
+        self._through_memory(source.nbytes, one, everyone, CAST_TRAFFIC * slower)
+
+    # -- the optimizer's pass --
+
+    def threads_of_deepspeeds_step(self) -> int:
+        """What launchers set where they start several ranks on a host; one alone has all of its CPUs."""
+        return self.most_threads() if self.ranks == 1 else self.intraop_threads()
+
+    def most_threads(self) -> int:
+        """As many as the rank's part of the host's memory keeps busy."""
+        return math.ceil(max(self.speeds.copy_all / self.speeds.copy_one, 1))
+
+    def why_no_pass(self, rounded: torch.dtype | None) -> str | None:
+        """None: a described host has a compiler, and fused multiply-adds."""
+        del rounded
+        return None
+
+    def optimizer_pass(
+        self, memory: adam.Memory, values: adam.Constants, rounded: torch.dtype | None, done: bytearray
+    ) -> adam.Piece:
+        """Each piece takes the time that its bytes take through memory; the values come where they are looked at."""
+        traffic = PASS_TRAFFIC + SCALING_TRAFFIC * bool(values.scales) + (rounded.itemsize if rounded else 0)
+        real = None if self._timed_only else adam.piece_of(memory, values, rounded, done)
+
+        def piece(begin: int, end: int, number: int, to: Tensor | None) -> None:
+            size = int((end - begin) * traffic / COPY_TRAFFIC)
+            self._through_memory(size, self.speeds.copy_one, self.speeds.copy_all, COPY_TRAFFIC)
+            if real is not None:
+                real(begin, end, number, to)
+            done[number] = 1
+
+        return piece
 
     def host_add(self, total: Tensor, addend: Tensor) -> None:
         """Add within host memory in the calling thread: as fast as a copy that moves as many bytes."""
@@ -229,17 +278,22 @@ class SimulatedDevice(ClockedDevice):
             self._in_memory(destination, speeds.copy_one, speeds.copy_all, COPY_TRAFFIC)
 
     def _in_memory(self, destination: Tensor, one: float, everyone: float, traffic: float) -> None:
+        """Time in the calling thread to write there; pages that are new have their own rate."""
+        most = self.speeds.cold if self._blocks.is_cold(destination) else math.inf
+        self._through_memory(destination.nbytes, one, everyone, traffic, most)
+
+    def _through_memory(
+        self, size: int, one: float, everyone: float, traffic: float, most: float = math.inf
+    ) -> None:
         """Time in the calling thread; a path's own threads divide among them what all of them reach."""
-        speeds, thread = self.speeds, self._thread
+        thread = self._thread
         count = thread.beside if thread.own else self._intraop
-        rate = speeds.threads(one, everyone, count)
+        rate = self.speeds.threads(one, everyone, count)
         if thread.own:
             rate /= count
-        if self._blocks.is_cold(destination):
-            rate = min(rate, speeds.cold)
         begin = thread.now + self._lasting(self._call_seconds)
-        seconds = self._lasting(destination.nbytes / rate)
-        thread.now = self._traffic.shared(None, begin, seconds, int(destination.nbytes * traffic), thread.now)
+        seconds = self._lasting(size / min(rate, most))
+        thread.now = self._traffic.shared(None, begin, seconds, int(size * traffic), thread.now)
 
     def cast(self, destination: Tensor, source: Tensor) -> None:
         """Copy within device memory on the current stream, casting where the dtypes differ."""

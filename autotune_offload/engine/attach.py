@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from autotune_offload.engine import stage3
-from autotune_offload.engine.attachment import Attachment, Status
+from autotune_offload.engine.attachment import Attachment
+from autotune_offload.engine.entrants import Confirm, Tell
+from autotune_offload.engine.status import Status
 from autotune_offload.errors import in_words
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
@@ -29,7 +31,14 @@ class _Entry(msgspec.Struct, frozen=True):
 _entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
 
 
-def attach(engine: Any, choice: Spec, device: Device | None = None, check: bool = True) -> Status:
+def attach(
+    engine: Any,
+    choice: Spec,
+    device: Device | None = None,
+    check: bool = True,
+    confirm: Confirm | None = None,
+    tell: Tell | None = None,
+) -> Status:
     """Carry out `choice` in a running engine, in place of a path that is attached already.
 
     Args:
@@ -38,6 +47,8 @@ def attach(engine: Any, choice: Spec, device: Device | None = None, check: bool 
         device: None takes DeepSpeed's accelerator.
         check: compare with DeepSpeed's own code in the first backward pass, and time that code in the
             accumulation after it.
+        confirm: let the path, others and DeepSpeed's own code take turns until the fastest is known, which stays.
+        tell: is told what a next start should know.
 
     Returns:
         The status, which goes on counting; its `why_not` says why nothing was replaced, if so.
@@ -47,7 +58,9 @@ def attach(engine: Any, choice: Spec, device: Device | None = None, check: bool 
         return Status(why_not=why_not)
     detach(engine)
     try:
-        attachment = Attachment(engine, choice, device or AcceleratorDevice(), check=check)
+        attachment = Attachment(
+            engine, choice, device or AcceleratorDevice(), check=check, confirm=confirm, tell=tell
+        )
     except Exception as error:  # whatever it is, DeepSpeed trains without us
         return Status(why_not=f"the {choice.path} path cannot be built: {in_words(error)}")
     attachment.replace_methods()
@@ -59,13 +72,25 @@ def detach(engine: Any) -> bool:
     """Give the optimizer its own methods back; False where none were replaced."""
     entry = _entries.pop(engine, None)
     attachment = None if entry is None else entry.attachment()
-    return attachment is not None and attachment.remove()
+    return attachment is not None and attachment.remove("the path was taken out")
 
 
 def status(engine: Any) -> Status | None:
     """What the path attached to `engine` has done, or did until it failed; None where there was none."""
     entry = _entries.get(engine)
-    return None if entry is None else entry.status
+    if entry is None:
+        return None
+    attachment = entry.attachment()
+    if attachment is not None:
+        attachment.look()
+    return entry.status
+
+
+def pinned_bytes(engine: Any) -> dict[str, int]:
+    """What the path attached to `engine` keeps page-locked, by what it is for."""
+    entry = _entries.get(engine)
+    attachment = None if entry is None else entry.attachment()
+    return {} if attachment is None else attachment.pinned_bytes
 
 
 def why_not_attachable(engine: Any) -> str | None:

@@ -41,14 +41,19 @@ class Delivery:
         device: where gradients are reduced.
         choice: the path, and where to add up.
         failed: is told what made a path fail, once everything else that was sent is to be delivered without it.
+        norms: of this optimizer, known to all of its deliveries.
     """
 
     def __init__(
-        self, stage3: Stage3, device: Device, choice: Spec, failed: Callable[[BaseException], None]
+        self,
+        stage3: Stage3,
+        device: Device,
+        choice: Spec,
+        failed: Callable[[BaseException], None],
+        norms: Norms,
     ) -> None:
         """Builds the path for the dtype that gradients accumulate in. Raises what `paths.build` does."""
-        self.device, self.stage3 = device, stage3
-        self.norms = Norms(stage3, device)
+        self.device, self.stage3, self.norms = device, stage3, norms
         self._choice, self._tell = choice, failed
         self._failed = False
         self._under_way: dict[int, _UnderWay] = {}
@@ -59,6 +64,14 @@ class Delivery:
         if device.shares_host_memory or self._accumulation.place == "host":
             host_pass.why_not_fused(dtype)  # compiles it, if need be
         self._path = build(device, choice, dtype)
+
+    @property
+    def pinned_bytes(self) -> dict[str, int]:
+        """What is page-locked here, by what it is for."""
+        return {
+            "the path's ring": self._path.pinned_bytes,
+            "sums on the host": self._accumulation.pinned_bytes,
+        }
 
     def link_bytes(self, gradient: Tensor, low: Tensor, moment: Moment) -> int:
         """What crosses the link for one partition; 0 where there is none."""
@@ -147,14 +160,10 @@ class Delivery:
                 self._under_way.clear()
 
     def end(self) -> None:
-        """Deliver what is under way, leave DeepSpeed norms of its own, and give the buffers back."""
+        """Deliver what is under way, and give the buffers back."""
         self.drain()
         if self._failed:
             self._recover()
-        try:
-            self.norms.make_all_exact()
-        except Exception:  # they differ in their last bits at most
-            _log.debug("autotune-offload: norms could not be computed again", exc_info=True)
         close_quietly(self._path)
         close_quietly(self._accumulation)
 

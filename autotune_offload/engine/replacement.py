@@ -23,6 +23,11 @@ class Replacement:
         """From `put` until `take_out`."""
         return bool(self._ours)
 
+    def replaced(self, *names: str) -> tuple[str, ...]:
+        """Those of ours in whose place somebody has put another since; from any thread."""
+        ours, own = self._ours, vars(self._owner)
+        return tuple(name for name in names if name in ours and own.get(name) is not ours[name])
+
     def former(self, name: str) -> Method:
         """What was called by that name before, and is again afterwards."""
         return self._former[name]

@@ -103,6 +103,12 @@ class Stage3:
         if hasattr(self.optimizer, "_offload_boundary_param_ids"):
             self.optimizer._offload_boundary_param_ids.add(param.ds_id)
 
+    @property
+    def deferred(self) -> list[Tensor]:
+        """The sums that unmanaged accumulation takes to fp32 only at the step, in 0.19.5 and newer."""
+        seen = getattr(self.optimizer, "_offload_boundary_param_ids", ())
+        return [self.buffers[ds_id] for ds_id in seen if ds_id in self.buffers]
+
     # -- where in an accumulation it is --
 
     @property

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +40,8 @@ class StepStatus(msgspec.Struct, kw_only=True):
     """None until the first steps have been compared."""
     choice: StepChoice | None = None
     """None until either way has been timed."""
-    seconds: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
-    """Of steps by the pass, after the trials."""
+    seconds: tuple[float, ...] = ()
+    """The latest hundred of steps by the pass, after the trials."""
     skipped_scalings: int = 0
     """Sub-groups whose gradients would have been multiplied by exactly 1."""
 
@@ -272,7 +271,7 @@ class StepAttachment:
             return
         if self._trials is None:
             if way != OWN:
-                self.status.seconds.append(seconds)
+                self.status.seconds = (*self.status.seconds, seconds)[-_KEPT_TIMES:]
             return
         self._trials.timed(seconds)
         if self._trials.way is None:

@@ -9,8 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from autotune_offload.engine.step_pieces import Pieces, Progress, Target
 from autotune_offload.machine import adam
+from autotune_offload.paths.pieces import Pieces, Progress, Target
 from autotune_offload.records import Record
 
 Factor = float | Tensor

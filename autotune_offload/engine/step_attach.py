@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Any, Literal
 
@@ -12,13 +11,13 @@ from autotune_offload.engine import step_stage3
 from autotune_offload.engine.step import Operation, StepAttachment, StepStatus
 from autotune_offload.engine.step_adam import FusedAdam, Guess
 from autotune_offload.engine.step_check import repeats_powers
-from autotune_offload.engine.step_pieces import PIECE_ELEMENTS, Pieces
-from autotune_offload.engine.step_trials import OWN, Trials, thread_counts
+from autotune_offload.engine.step_trials import OWN, Trials
 from autotune_offload.errors import in_words
 from autotune_offload.machine import adam
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
-from autotune_offload.machine.procfs import affinity
+from autotune_offload.paths.pieces import Pieces, thread_counts
+from autotune_offload.paths.step_stages import PIECE_ELEMENTS
 from autotune_offload.records import Record
 
 _MOST_REPLAYED = 1_000_000
@@ -32,6 +31,8 @@ class StepSpec(Record, frozen=True, kw_only=True):
     """"auto" is the faster of both, as measured in the running engine; "deepspeed" changes nothing."""
     threads: int | Literal["auto"] = "auto"
     """Host threads of the pass; "auto" is the best of 1, 2, 4 and so on, as measured."""
+    begins_with: int | None = None
+    """The number of threads that is timed first, as it was decided on; None goes from the fewest up."""
     page_lock: bool = True
     """Whether what goes to a device may pass through page-locked buffers, a few of half a megabyte."""
     piece_elements: int = PIECE_ELEMENTS
@@ -43,6 +44,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     attachment: weakref.ref[StepAttachment]
     status: StepStatus
+    pieces: Pieces | None
 
 
 _entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
@@ -76,7 +78,8 @@ def attach_step(
         fused = f"the pass cannot be made: {in_words(error)}"
     attachment = _attachment(optimizer, device, fused, spec, check=check)
     attachment.replace_methods()
-    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status)
+    pieces = fused.pieces if isinstance(fused, FusedAdam) else None
+    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status, pieces)
     return attachment.status
 
 
@@ -93,10 +96,10 @@ def step_status(engine: Any) -> StepStatus | None:
     return None if entry is None else entry.status
 
 
-def most_threads() -> int:
-    """Host threads that each rank of this host may have: its CPUs, shared by those that a launcher has started."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(len(affinity()) // max(int(ranks) if ranks.isdigit() else 1, 1), 1)
+def step_pinned_bytes(engine: Any) -> int:
+    """What the step of `engine` keeps page-locked for itself."""
+    entry = _entries.get(engine)
+    return 0 if entry is None or entry.pieces is None else entry.pieces.pinned_bytes
 
 
 def _is_ours(what: object) -> bool:
@@ -110,11 +113,19 @@ def _attachment(
         attachment = StepAttachment(optimizer, device, None, None, checks=False)
         attachment.status.why_not = fused
         return attachment
-    counts = thread_counts(most_threads()) if spec.threads == "auto" else (spec.threads,)
+    counts = _counts(device, spec)
     trials = Trials((OWN, *counts)) if check or spec.threads == "auto" else None
     attachment = StepAttachment(optimizer, device, fused, trials, checks=check)
     attachment.threads, attachment.may_stay = counts[0], spec.step == "auto"
     return attachment
+
+
+def _counts(device: Device, spec: StepSpec) -> tuple[int, ...]:
+    """Numbers of threads in the order in which they are timed."""
+    if spec.threads != "auto":
+        return (spec.threads,)
+    counts = thread_counts(device.most_threads())
+    return tuple(sorted(counts, key=lambda count: (count != spec.begins_with, count)))
 
 
 def _fused(optimizer: Any, device: Device, spec: StepSpec) -> FusedAdam | str:
@@ -125,10 +136,7 @@ def _fused(optimizer: Any, device: Device, spec: StepSpec) -> FusedAdam | str:
     repeats = repeats_powers(inner, decoupled=decoupled)
     if isinstance(repeats, str):
         return repeats
-    counted = most_threads() if spec.threads == "auto" else spec.threads
-    pieces = Pieces(
-        device, most_threads=counted, page_lock=spec.page_lock, piece_elements=spec.piece_elements
-    )
+    pieces = Pieces(device, page_lock=spec.page_lock, piece_elements=spec.piece_elements)
     sub_groups = len(optimizer.fp32_partitioned_groups_flat)
     return FusedAdam(pieces, _guesses(inner, sub_groups, repeats=repeats), decoupled=decoupled)
 

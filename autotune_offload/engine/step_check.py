@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autotune_offload.engine.step_adam import Call, FusedAdam, Guess
-from autotune_offload.engine.step_pieces import Target
 from autotune_offload.machine import adam
+from autotune_offload.paths.pieces import Target
 from autotune_offload.records import Record
 
 CHECKED_STEPS = 3
@@ -98,7 +98,7 @@ class Sample:
         )
         to = Target(memory=torch.empty(self.elements, dtype=rounded.dtype, device="cpu"), on_host=True)
         progress, values = fused.pieces.progress(self.elements), fused.constants(call.setting, scale, guess)
-        fused.pieces.run(ours, values, to, fused.pieces.most_threads, progress)
+        fused.pieces.run(ours, values, to, fused.pieces.device.most_threads(), progress)
         pairs: list[tuple[str, Tensor, Tensor]] = [
             (word, mine, self._of(theirs))
             for word, mine, theirs in zip(_WORDS_OF, ours.tensors(), call.memory.tensors(), strict=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from autotune_offload.engine import stage3
 from autotune_offload.engine.step_adam import Factor
-from autotune_offload.engine.step_pieces import Target
 from autotune_offload.machine import adam
 from autotune_offload.machine.device import Device
+from autotune_offload.paths.pieces import Target
 from autotune_offload.upstream import (
     CPU_ADAM,
     CPU_ADAM_OPERATION,

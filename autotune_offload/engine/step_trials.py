@@ -26,14 +26,6 @@ class StepChoice(Record, frozen=True, kw_only=True):
     reason: str
 
 
-def thread_counts(most: int) -> tuple[int, ...]:
-    """Powers of two, and `most` itself."""
-    counts = [1]
-    while counts[-1] * 2 <= most:
-        counts.append(counts[-1] * 2)
-    return tuple(sorted({*counts, max(most, 1)}))
-
-
 class Trials:
     """Steps in turn by each way, each round in another order."""
 

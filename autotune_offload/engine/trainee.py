@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import os
@@ -19,13 +20,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from autotune_offload.engine.clock import OffloadClock
+from autotune_offload.engine.replacement import Replacement
 from autotune_offload.engine.toy_model import ModelSpec
 from autotune_offload.errors import MeasurementError
 from autotune_offload.records import Progress
 from autotune_offload.spread import interquartile_range
+from autotune_offload.upstream import EPILOGUE, OPTIMIZER_STEP, PARTITION, REASSIGN, UNSCALE
 
 Metric = Literal["step", "backward", "gradient_offload"]
 METRICS: tuple[Metric, ...] = ("step", "backward", "gradient_offload")
+Phase = Literal["unscale", "adam", "copy_back"]
+PHASES: dict[Phase, str] = {"unscale": UNSCALE, "adam": OPTIMIZER_STEP, "copy_back": REASSIGN}
+"""Of an optimizer step, by the method of DeepSpeed's that each is. The compiled pass does all in the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +48,21 @@ class Variant:
 
 
 def stock_config(
-    *, micro_batch: int, accumulation_steps: int = 1, dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    *,
+    micro_batch: int,
+    accumulation_steps: int = 1,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    torch_adam: bool = True,
 ) -> dict[str, Any]:
     """Plain ZeRO-3 with optimizer and parameters offloaded: a ds_config that says nothing more.
 
     The optimizer is torch's AdamW (`torch_adam`), on the host like DeepSpeedCPUAdam and reading the
-    same gradients, but with no C++ extension to compile first.
+    same gradients, but with no C++ extension to compile first. Without `torch_adam` it is DeepSpeedCPUAdam.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation_steps,
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": torch_adam}},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu"},
@@ -162,33 +173,42 @@ class Trainee:
     name: str
     engine: Any
     clock: Clock
-    offload_spans: list[tuple[Any, Any]] = field(default_factory=list)
+    offload: OffloadClock = field(default_factory=OffloadClock)
+    phase_spans: dict[Phase, list[tuple[float, float]]] = field(
+        default_factory=lambda: {p: [] for p in PHASES}
+    )
     losses: list[float] = field(default_factory=list)
+    phases: dict[Phase, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     seconds: dict[Metric, list[float]] = field(default_factory=lambda: {metric: [] for metric in METRICS})
 
-    def watch_offload(self) -> Callable[[], None]:
-        """Time every `partition_grads` of this engine, whoever supplies it; returns what undoes that."""
-        optimizer = self.engine.optimizer
-        inner, own = optimizer.partition_grads, "partition_grads" in vars(optimizer)
+    def watch(self) -> Callable[[], None]:
+        """Time gradients and each phase of a step, whoever supplies them; returns what undoes that."""
+        methods = Replacement(self.engine.optimizer)
 
         def partition_grads(*args: Any, **kwargs: Any) -> Any:
-            start = self.clock.mark()
-            result = inner(*args, **kwargs)
-            self.offload_spans.append((start, self.clock.mark()))
+            self.offload.begin()
+            return methods.former(PARTITION)(*args, **kwargs)
+
+        def epilogue(*args: Any, **kwargs: Any) -> Any:
+            result = methods.former(EPILOGUE)(*args, **kwargs)
+            self.offload.end()
             return result
 
-        def undo() -> None:
-            if own:
-                optimizer.partition_grads = inner
-            else:
-                del optimizer.partition_grads
+        def timed(phase: Phase, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = methods.former(PHASES[phase])(*args, **kwargs)
+            self.phase_spans[phase].append((start, time.perf_counter()))
+            return result
 
-        optimizer.partition_grads = partition_grads
-        return undo
+        phases = {name: functools.partial(timed, phase) for phase, name in PHASES.items()}
+        methods.put({PARTITION: partition_grads, EPILOGUE: epilogue, **phases})
+        return methods.take_out
 
     def train(self, micro_batches: Tensor) -> None:
         """One optimizer step over micro-batches of shape (accumulation steps, batch, length + 1)."""
-        self.offload_spans.clear()
+        self.offload.take()
+        for spans in self.phase_spans.values():
+            spans.clear()
         losses: list[Tensor] = []
         backward_spans: list[tuple[Any, Any]] = []
         self.clock.accelerator.synchronize()
@@ -205,14 +225,17 @@ class Trainee:
         self.losses.append(statistics.fmean(loss.item() for loss in losses))
 
     def _record(self, step_seconds: float, backward_spans: Sequence[tuple[Any, Any]]) -> None:
-        if not self.offload_spans:
+        offload = self.offload.take()
+        if not offload.whole:
             raise MeasurementError(
                 f"{self.name}: DeepSpeed never called partition_grads in a step, so there is no gradient offload"
                 " to time; expected plain ZeRO-3: turn off features that bypass it, such as DeepCompile"
             )
         self.seconds["step"].append(step_seconds)
         self.seconds["backward"].append(self.clock.seconds(backward_spans))
-        self.seconds["gradient_offload"].append(self.clock.seconds(self.offload_spans))
+        self.seconds["gradient_offload"].append(offload.seconds)
+        for phase, spans in self.phase_spans.items():
+            self.phases[phase].append(math.fsum(end - start for start, end in spans))
 
 
 def start_trainees(
@@ -235,7 +258,7 @@ def start_trainees(
         if variant.prepare:
             variant.prepare(engine)
         trainee = Trainee(name=variant.name, engine=engine, clock=Clock(get_accelerator()))
-        cleanup.callback(trainee.watch_offload())
+        cleanup.callback(trainee.watch())
         trainees.append(trainee)
     return trainees
 

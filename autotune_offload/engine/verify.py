@@ -19,6 +19,7 @@ from autotune_offload.engine.trainee import (
     BUILDING_SHARE,
     METRICS,
     Metric,
+    Phase,
     Timing,
     Trainee,
     Variant,
@@ -73,6 +74,8 @@ class VariantResult:
     ratios: dict[Metric, Ratio]
     losses: tuple[float, ...]
     verdict: str
+    phases: dict[Phase, Timing]
+    """Of the optimizer step: host time within it. What the end of a step waits for is in none of them."""
 
     def timing(self, metric: Metric) -> Timing:
         """The timing of that metric."""
@@ -106,8 +109,8 @@ def verify(
     """Train every variant for `warmup` + `steps` optimizer steps, in turns, and compare them with the first.
 
     Step: from the first forward of a step to the end of `engine.step()`, the device idle before and
-    after. Backward: `engine.backward()`, summed over accumulation steps. Gradient offload: the time inside
-    `partition_grads`, summed likewise; on an asynchronous device by events on the stream it works on.
+    after. Backward: `engine.backward()`, summed over accumulation steps. Gradient offload: as `clock` counts it,
+    from the first `partition_grads` to the end of the epilogue and of what it waits for, summed likewise.
     Warm-up steps count for the losses only.
 
     Raises:
@@ -172,6 +175,7 @@ def _compare(trainees: Sequence[Trainee], *, warmup: int) -> list[VariantResult]
             gradient_offload=Timing.of(mine["gradient_offload"]),
             ratios=own,
             losses=tuple(trainee.losses),
+            phases={phase: Timing.of(series[warmup:]) for phase, series in trainee.phases.items()},
             verdict=_verdict(trainee.name, trainees[0].name, own, control=ratios[-1])
             + _loss_remark(trainee.losses, trainees[0].losses),
         )

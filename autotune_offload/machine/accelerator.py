@@ -132,6 +132,14 @@ class AcceleratorDevice(Device):
         if not self.synchronous:
             tensor.record_stream(self._accelerator.current_stream())
 
+    def push_range(self, name: str) -> None:
+        """A range in the accelerator's own tool, such as NVTX; some accelerators have none."""
+        self._accelerator.range_push(name)
+
+    def pop_range(self) -> None:
+        """End the last one."""
+        self._accelerator.range_pop()
+
     def new_stream(self) -> Stream | None:
         """A new stream of the accelerator's; None on the CPU."""
         make = self._accelerator.Stream

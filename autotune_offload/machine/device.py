@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 
 from autotune_offload.errors import PinError
-from autotune_offload.machine import host_pass
+from autotune_offload.machine import adam, host_pass
+from autotune_offload.machine.procfs import affinity
 from autotune_offload.records import DeviceIdentity, HostFacts, Limits
 
 
@@ -105,6 +107,8 @@ class Device(ABC):
     identity: DeviceIdentity
     synchronous: bool
     shares_host_memory: bool
+    keeps_time: bool = False
+    """Whether its clock is its own: what is handed to its threads has been done when they have taken it."""
     checked_elements: int = sys.maxsize
     """Values after which a check of bytes may stop, on a device that is slow at moving them."""
 
@@ -234,6 +238,16 @@ class Device(ABC):
         """Copy host to host as fp32 in the calling thread; the sum of the squares (see `host_pass.widen`)."""
         return host_pass.widen(destination, source, kept)
 
+    def why_no_pass(self, rounded: torch.dtype | None) -> str | None:
+        """None where this host has the compiled pass of an optimizer's step (see `machine.adam`)."""
+        return adam.why_not_compiled(rounded)
+
+    def optimizer_pass(
+        self, memory: adam.Memory, values: adam.Constants, rounded: torch.dtype | None, done: bytearray
+    ) -> adam.Piece:
+        """That pass over pieces of `memory`, from any thread (see `adam.piece_of`)."""
+        return adam.piece_of(memory, values, rounded, done)
+
     def norm(self, source: Tensor) -> Tensor:
         """2-norm of device memory accumulated in fp64, shape (), on the device, in stream order."""
         norm: Tensor = torch.linalg.vector_norm(source, dtype=torch.float64)
@@ -243,6 +257,14 @@ class Device(ABC):
         """Keep device memory from being used again before the current stream's work is done."""
         del tensor
 
+    def push_range(self, name: str) -> None:
+        """Begin a range in whatever traces this device."""
+        del name
+
+    def pop_range(self) -> None:
+        """End the last one."""
+        return None
+
     def now(self) -> float:
         """Seconds on the clock that this device's work is timed with."""
         return time.perf_counter()
@@ -250,6 +272,15 @@ class Device(ABC):
     def intraop_threads(self) -> int:
         """Threads that a host operation in the calling thread may use."""
         return torch.get_num_threads()
+
+    def threads_of_deepspeeds_step(self) -> int:
+        """Those of OpenMP, which torch and DeepSpeed's CPU Adam share."""
+        return self.intraop_threads()
+
+    def most_threads(self) -> int:
+        """Host threads that each rank may have: its CPUs, shared by those that a launcher has started here."""
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return max(len(affinity()) // max(int(ranks) if ranks.isdigit() else 1, 1), 1)
 
     @contextlib.contextmanager
     def intraop(self, count: int) -> Iterator[None]:

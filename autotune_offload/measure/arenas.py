@@ -81,7 +81,7 @@ def arena_bytes(device: Device, plan: Plan, seconds: float, cache_bytes: int, me
             f"{memory_bytes:,} bytes of host memory for measuring; expected at least {parts} buffers of "
             f"{least:,} bytes"
         )
-    affordable = _touched_per_second(device, min(8 << 20, share)) * seconds * _ARENA_SHARE / 3
+    affordable = touched_per_second(device, min(8 << 20, share)) * seconds * _ARENA_SHARE / 3
     wanted = max(plan.largest_bytes, 2 * cache_bytes)
     return power_of_two_below(max(min(wanted, share, max(int(affordable), least, 1 << 20)), least))
 
@@ -91,7 +91,8 @@ def mapped_bytes(size: int) -> int:
     return max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
 
 
-def _touched_per_second(device: Device, size: int) -> float:
+def touched_per_second(device: Device, size: int) -> float:
+    """How fast new pages come, by touching so many bytes of them."""
     fresh = device.host_empty(size, torch.uint8, touched=False)
     before = device.now()
     fresh.zero_()

@@ -18,6 +18,7 @@ from autotune_offload.measure.arenas import open_arenas
 from autotune_offload.measure.costs import check_synchronize, pin_cost, sync_cost, why_nothing_pins
 from autotune_offload.measure.curves import Curve, Session, silent
 from autotune_offload.measure.rehearsal import Rehearsed
+from autotune_offload.measure.step import STEP_SHARE, step_rates
 from autotune_offload.records import (
     Kind,
     Measurements,
@@ -47,6 +48,7 @@ def measure(
     memory_bytes: int,
     pinnable_bytes: int,
     rehearsed: Rehearsed | None = None,
+    step: bool = False,
     progress: Progress | None = None,
 ) -> Measurements:
     """Measure one device and the host beside it within the plan's share of its budget.
@@ -59,23 +61,31 @@ def measure(
         memory_bytes: host memory that the buffers may take altogether.
         pinnable_bytes: page-locked memory that may be taken at once.
         rehearsed: how far page-locking went where it was tried before; it goes no further here.
+        step: whether the optimizer's step is looked at too, in a part of the time.
         progress: told what is being measured.
 
     Raises:
         MeasurementError: a copy gave wrong bytes, or a synchronize did not wait.
         BudgetError: not even the smallest size could be timed.
     """
-    started = device.now()
-    seconds = plan.budget_seconds * plan.measure_share
+    started, report = device.now(), progress or silent
+    whole = plan.budget_seconds * plan.measure_share
+    seconds = whole * (1 - STEP_SHARE) if step else whole
     check_synchronize(device)
     pin_bytes = pin_cap_bytes(plan, pinnable_bytes, memory_bytes)
     why_not_pinned = why_nothing_pins(device, pin_bytes, rehearsed)
     pin = pin_cost(device, pin_bytes, why_not_pinned, device.now() + seconds * _PIN_SHARE, rehearsed)
     with open_arenas(device, plan, seconds, cache_bytes, memory_bytes, pin.largest_bytes) as arenas:
-        session = Session(device, plan, arenas, started + seconds, dtype, progress or silent)
+        session = Session(device, plan, arenas, started + seconds, dtype, _until(report, seconds / whole))
         transfers = session.transfers()
         casts = session.casts()
         sync = sync_cost(device, plan.max_samples, started + seconds)
+    rates = None
+    if step:
+        report("the optimizer's pass", 1 - STEP_SHARE)
+        rates = step_rates(
+            device, plan, dtype, cache_bytes=cache_bytes, memory_bytes=memory_bytes, deadline=started + whole
+        )
     if not transfers:
         raise BudgetError(
             f"no copy of {plan.smallest_bytes:,} bytes could be timed: expected a plan whose sizes begin "
@@ -88,7 +98,13 @@ def measure(
         pin=pin,
         stability=stability(transfers),
         seconds=device.now() - started,
+        step=rates,
     )
+
+
+def _until(report: Progress, share: float) -> Progress:
+    """For a part of the whole that is so much of it."""
+    return lambda what, done: report(what, done * share)
 
 
 def pin_cap_bytes(plan: Plan, pinnable_bytes: int, memory_bytes: int) -> int:

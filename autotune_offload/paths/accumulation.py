@@ -138,6 +138,11 @@ class Accumulation:
             sums.recover()
         return self._norms()
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked for adding on the host."""
+        return sum(sums.pinned_bytes for sums in tuple(self._sums.values()))
+
     def close(self) -> None:
         """Give back the buffers."""
         while self._sums:
@@ -251,6 +256,12 @@ class HostSums:
         """By where each sum lies."""
         self._norms: dict[int, float] = {}
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the buffers."""
+        block = self._block
+        return block.nbytes if block is not None and self._pinned else 0
+
     def add(
         self, gradient: Tensor, low: Tensor, destination: Tensor | None = None, key: int | None = None
     ) -> None:
@@ -269,7 +280,7 @@ class HostSums:
         for piece in partition.pieces:
             assert piece.source is not None
             piece.buffer = self._ring.put(piece.source, piece)
-            piece.source = None  # its memory is the bucket's
+            piece.source = None  # its memory is the bucket's, which is used again in the order of this stream
 
     def _cut(self, gradient: Tensor, low: Tensor, destination: Tensor | None) -> Iterable[_Addend]:
         for start, (source, total) in zip(

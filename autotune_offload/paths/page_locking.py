@@ -81,6 +81,16 @@ class PinRules:
         own = ring if candidate.path == "staged" else self.optimizer_blocks
         return self._against_blocks([*own, PINNED_BYTES], max(own), 'set "accumulate" to "device"')
 
+    def against_ring(self, blocks: Sequence[int], beside: Candidate | Choice) -> str | None:
+        """Why the step's ring of these blocks cannot be page-locked beside what the gradient path locks, if so."""
+        if self.not_on_offer is not None:
+            return f"page-locked memory is not on offer: {self.not_on_offer}"
+        own: list[int] = []
+        if beside.path != "direct":
+            ring = [beside.buffer_bytes * beside.buffer_count]
+            own = ring if beside.path == "staged" else self.optimizer_blocks
+        return self._against_blocks([*own, *blocks], max(blocks), "fewer threads need fewer buffers")
+
     def against_optimizer(self) -> str | None:
         """Why what `offload_optimizer.pin_memory` page-locks does not fit, if so."""
         block, way_out = self._hardest_block()

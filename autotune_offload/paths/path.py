@@ -76,6 +76,11 @@ class GradientPath(ABC):
         self.buffer_elements = spec.buffer_bytes // 4
         self.threads = HostThreads(0)
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked for the path's own buffers."""
+        return 0
+
     @abstractmethod
     def offload(self, source: Tensor, destination: Tensor, low: Tensor | None = None) -> None:
         """Queue one partition on the current stream, which is the same one until the next drain.

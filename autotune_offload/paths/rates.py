@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from autotune_offload.line import Line, fit
 from autotune_offload.records import Cast, Kind, Measurements, Memory, State, SyncCost, Transfer
 
+_OPPOSITE: dict[Kind, Kind] = {"d2h": "h2d", "h2d": "d2h", "h2h": "h2h"}
+
 
 class Rates:
     """Lines and rates of one host and device, whose memory may be the host's."""
@@ -25,15 +27,17 @@ class Rates:
         return self._measurements.sync
 
     def line(self, kind: Kind, memory: Memory, state: State = "warm", threads: int = 0) -> Line:
-        """The fitted curve; a curve that was not measured is replaced by its nearest relative."""
-        points = self._points(kind, memory, state, threads)
-        for relative in (
+        """The fitted curve; one that was not measured, or at one size only, is replaced by its nearest relative."""
+        relatives: tuple[tuple[Kind, Memory, State, int], ...] = (
+            (kind, memory, state, threads),
             (kind, memory, "warm", 0),
+            (_OPPOSITE[kind], memory, "warm", 0),
             (kind, "pageable", "warm", 0),
             ("d2h", "pageable", "warm", 0),
-        ):
-            points = points or self._points(*relative)
-        return fit((point.bytes, point.median_seconds) for point in points)
+        )
+        curves = [points for relative in relatives if (points := self._points(*relative))]
+        curve = next((points for points in curves if len(points) > 1), curves[0] if curves else ())
+        return fit((point.bytes, point.median_seconds) for point in curve)
 
     def measured(self, kind: Kind, memory: Memory) -> bool:
         """Whether this warm curve was measured, and `line` is not a relative's."""

@@ -139,6 +139,12 @@ class StagedPath(GradientPath):
         self.threads = HostThreads(spec.host_threads, device)
         self._ring = Ring(device, self._block, spec.buffer_count, self.threads)
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the ring."""
+        block = self._block
+        return 0 if block is None else block.nbytes
+
     def offload(self, source: Tensor, destination: Tensor, low: Tensor | None = None) -> None:
         """Queue one partition; blocks only while every buffer is still in use."""
         kept = itertools.repeat(None) if low is None else torch.split(low, self.buffer_elements)

@@ -78,7 +78,7 @@ class Store:
         self._require_home()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _replace(path, to_text(profile))
+            replace_file(path, to_text(profile))
         except (OSError, UnicodeError) as error:
             raise ProfileError(f"cannot save the profile as {path}: {error}; {_ELSEWHERE}") from error
         return path
@@ -146,6 +146,7 @@ class Store:
         doomed = [path for path in self.files() if older_than_days is None or _modified(path) < horizon]
         if only_broken:
             doomed = [path for path in doomed if _entry(path).problem]
+        doomed += [beside for path in doomed if os.path.lexists(beside := found_beside(path))]
         doomed += [
             path for path in self.folder.glob(".*.tmp") if _modified(path) < time.time() - _STALE_SECONDS
         ]
@@ -209,6 +210,11 @@ class Store:
                 yield path, identity(path)
 
 
+def found_beside(profile: Path) -> Path:
+    """The file with what runs found out about a stored profile's choice; see `outcomes`."""
+    return profile.with_suffix(".found.json")
+
+
 # -- names ----------------------------------------------------------------------------------------
 
 
@@ -260,7 +266,7 @@ def _remove(path: Path) -> None:
         raise ProfileError(f"cannot remove {path}: {error}; remove it by hand") from error
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Writes beside the target and renames, so that a reader sees the old file or the new one."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:

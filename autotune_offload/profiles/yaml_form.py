@@ -21,6 +21,8 @@ AFTER_IDENTITY = "\nhost:"  # schema, created and fingerprint come before it
 IDENTITY_BYTES = 16 << 10
 
 _TABLES = ("transfers", "casts", "baselines", "candidates")
+_PARTS = {"step_rates": ("narrowings", "passes"), "step": ("candidates",)}
+"""Tables within what a profile may have, and the older ones have not."""
 
 
 # -- the stored form ------------------------------------------------------------------------------
@@ -35,6 +37,9 @@ def to_text(profile: Profile) -> str:
     plain = to_plain(profile)
     for name in _TABLES:
         plain[name] = _to_table(plain[name])
+    for part, names in _PARTS.items():
+        if plain[part] is not None:
+            plain[part].update({name: _to_table(plain[part][name]) for name in names})
     for name in ("partitions", "parameters"):
         plain["workload"][name] = _Line(plain["workload"][name])
     return _HEADER + dumped(plain)
@@ -58,7 +63,8 @@ def dumped(plain: dict[str, Any]) -> str:
 
 def _to_table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
-        row["raw_seconds"] = " ".join(f"{seconds:.4g}" for seconds in row["raw_seconds"])
+        if "raw_seconds" in row:
+            row["raw_seconds"] = " ".join(f"{seconds:.4g}" for seconds in row["raw_seconds"])
     columns = list(rows[0]) if rows else []
     return {"columns": _Line(columns), "rows": [_Line(row[name] for name in columns) for row in rows]}
 
@@ -66,7 +72,8 @@ def _to_table(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _from_table(table: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     for row in rows:
-        row["raw_seconds"] = [float(seconds) for seconds in str(row["raw_seconds"]).split()]
+        if "raw_seconds" in row:
+            row["raw_seconds"] = [float(seconds) for seconds in str(row["raw_seconds"]).split()]
     return rows
 
 
@@ -89,7 +96,10 @@ def load(path: Path, *, only_own: bool) -> Profile:
         raise ProfileError(f"{path} is truncated: its last line must be '...'; {AGAIN}")
     plain = parse(path, text)
     try:
-        tables = {name: _from_table(plain[name]) for name in _TABLES}
+        tables: dict[str, Any] = {name: _from_table(plain[name]) for name in _TABLES}
+        for part, names in _PARTS.items():
+            if plain.get(part) is not None:
+                tables[part] = {**plain[part], **{name: _from_table(plain[part][name]) for name in names}}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ProfileError(f"{path} holds a malformed table of measurements: {error!r}; {AGAIN}") from error
     try:

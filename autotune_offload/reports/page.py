@@ -31,6 +31,7 @@ from autotune_offload.reports.alternatives import (
 )
 from autotune_offload.reports.bandwidth import KIND_WORDS, Ceiling
 from autotune_offload.reports.drawing import IN_PAGE, Spec
+from autotune_offload.reports.steps import step_parts, step_rows
 from autotune_offload.reports.timeline import Timeline, timeline
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -191,6 +192,8 @@ def _section(name: str, profile: Profile, config: Mapping[str, Any] | None, numb
         "timelines": _timelines(profile),
         "stages": _both_widths(lambda width: _stages(profile, width, IN_PAGE)),
         "curves": list(_curves(profile)),
+        "steps": step_rows(profile),
+        "step_parts": step_parts(profile),
         "ceiling": ceiling(profile),
         "diff": diff(profile, config),
         "json": _json(profile),

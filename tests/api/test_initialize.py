@@ -11,7 +11,6 @@ import inspect
 import json
 import logging
 import types
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from autotune_offload.api import profile as api_profile
 from autotune_offload.api import report as api_report
 from autotune_offload.api import voice
 from autotune_offload.api.given import Asked, workload_of
-from autotune_offload.engine.attachment import Status
+from autotune_offload.engine.status import Status
 from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.profiles import lookup
@@ -707,17 +706,17 @@ def test_a_report_of_a_foreign_engine_says_so() -> None:
 @pytest.mark.parametrize(
     ("stock", "words"),
     [
-        ([], "; 2 ms of host time in a backward pass"),
-        ([0.009], "; 2 ms of host time in a backward pass, 9 ms without it (in the one after the self-check"),
-        ([0.001, 0.007], ", 4 ms without it (in the 2 after the self-check, left to DeepSpeed's own code)"),
+        ([], "; 2 ms an accumulation"),
+        ([0.009], "; 2 ms an accumulation, 9 ms without it (in the one that DeepSpeed's own code carried)"),
+        ([0.001, 0.007], ", 4 ms without it (in 2 that DeepSpeed's own code carried)"),
     ],
 )
-def test_the_report_tells_a_backward_pass_with_and_without_the_path(stock: list[float], words: str) -> None:
-    """Means over what was measured; nothing where nothing was."""
-    path = Status(backward_seconds=deque([0.001, 0.003]), stock_backward_seconds=stock)
+def test_the_report_tells_an_accumulation_with_and_without_the_path(stock: list[float], words: str) -> None:
+    """Medians of what was measured; nothing where nothing was."""
+    path = Status(accumulation_seconds=(0.001, 0.003), stock_accumulation_seconds=tuple(stock))
     assert words in api_report.Report(profile=None, path=path).carrier()
     assert ("without" in api_report.Report(profile=None, path=path).carrier()) is bool(stock)
-    assert "backward" not in api_report.Report(profile=None, path=Status()).carrier()
+    assert "accumulation" not in api_report.Report(profile=None, path=Status()).carrier()
 
 
 def test_a_path_that_beats_deepspeed_is_attached(
@@ -726,11 +725,11 @@ def test_a_path_that_beats_deepspeed_is_attached(
     """The engine gets the choice, and the report its status."""
     attached = []
 
-    def attach(engine: Any, choice: Any, device: Any) -> Status:
-        attached.append((engine, choice))
+    def put_in(engine: Any, profile: Profile, *more: Any) -> Status:
+        attached.append((engine, profile.choice))
         return Status(why_not="a stub")
 
-    monkeypatch.setattr(api_initialize, "attach", attach)
+    monkeypatch.setattr(api_initialize, "put_in", put_in)
     probes.choice = make_choice()
     engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert attached == [(engine, make_choice())]
@@ -741,7 +740,7 @@ def test_a_frozen_model_is_tuned_and_gets_no_path(
     calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For inference its parameters are laid out and fetched as chosen; there is no gradient to carry."""
-    monkeypatch.setattr(api_initialize, "attach", lambda *arguments: pytest.fail("attached"))
+    monkeypatch.setattr(api_initialize, "put_in", lambda *arguments: pytest.fail("attached"))
     probes.choice = make_choice()
     frozen = torch.nn.Linear(8, 8).requires_grad_(False)
     api_initialize.initialize(model=frozen, config=copy.deepcopy(CONFIG))
@@ -759,10 +758,10 @@ def test_a_path_that_cannot_be_attached_costs_one_warning(
 ) -> None:
     """The engine runs DeepSpeed's own code; strict raises."""
 
-    def attach(engine: Any, choice: Any, device: Any) -> Status:
+    def put_in(*arguments: Any) -> Status:
         raise RuntimeError("no such hook")
 
-    monkeypatch.setattr(api_initialize, "attach", attach)
+    monkeypatch.setattr(api_initialize, "put_in", put_in)
     probes.choice = make_choice()
     config = with_block(strict=strict)
     if strict:
@@ -780,7 +779,7 @@ def test_deepspeeds_own_code_stays_where_it_is_not_beaten(
     calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, steer: Any
 ) -> None:
     """Or where the user asked for it: nothing is attached."""
-    monkeypatch.setattr(api_initialize, "attach", lambda *arguments: pytest.fail("attached"))
+    monkeypatch.setattr(api_initialize, "put_in", lambda *arguments: pytest.fail("attached"))
     probes.choice = make_choice(gain=1.0) if steer is None else make_choice()
     engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=steer)
     assert api_report.report(engine).path is None
@@ -816,7 +815,15 @@ def test_settings_cover_every_argument_of_the_block() -> None:
     """A field that is added is looked at here: does it steer the choice?"""
     assert {field.name for field in structs.fields(Settings)} == {
         *("enabled", "path", "cast", "buffer_bytes", "buffer_count", "host_threads", "accumulate", "step"),
-        *("keep", "budget_seconds", "max_pinned_bytes", "wait_seconds", "strict"),
+        *(
+            "confirm",
+            "confirm_rounds",
+            "keep",
+            "budget_seconds",
+            "max_pinned_bytes",
+            "wait_seconds",
+            "strict",
+        ),
     }
 
 

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 
 from autotune_offload.api import probe
+from autotune_offload.config.layout import PLAIN, Layout
 from autotune_offload.decide import decide
+from autotune_offload.described import machine as described_machine
+from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.errors import BudgetError, ConfigError
 from autotune_offload.machine import host
 from autotune_offload.machine import limits as machine_limits
@@ -58,6 +62,47 @@ class Probed:
 def probed() -> Probed:
     """A real probe of this host."""
     return Probed()
+
+
+# -- the step -------------------------------------------------------------------------------------
+
+
+class WithoutPass(SimulatedDevice):
+    """A described machine on whose host nothing can be compiled."""
+
+    def why_no_pass(self, rounded: torch.dtype | None) -> str:
+        """No compiler."""
+        del rounded
+        return "no C compiler was found"
+
+
+def stepped(layout: Layout = PLAIN, device: SimulatedDevice | None = None) -> Profile:
+    """A short probe of a described machine."""
+    device = device or SimulatedDevice(described_machine.load("t4_pcie3"))
+    return probe.probe(workload=make_workload(), plan="quick", layout=layout, device=device)
+
+
+def test_a_probe_decides_how_steps_are_made() -> None:
+    """With what was timed for it; through page-locked buffers where weights are on a device."""
+    profile = stepped(Layout(parameters=None))
+    assert profile.step is not None and profile.step_rates is not None and profile.step_rates.passes
+    assert (profile.step.way, profile.step.back) == ("fused", "staged")
+    assert profile.measurements.step == profile.step_rates
+
+
+def test_without_a_compiler_a_probe_keeps_deepspeeds_step_and_says_why() -> None:
+    """Everything else is decided as ever."""
+    profile = stepped(device=WithoutPass(described_machine.load("t4_pcie3")))
+    assert profile.step is not None and (profile.step.way, profile.step.threads) == ("deepspeed", 0)
+    assert "no C compiler was found; DeepSpeed's own step is kept" in profile.step.reasons[0]
+    assert profile.choice.gain > 1
+
+
+@pytest.mark.parametrize("layout", [Layout(stage=2), Layout(optimizer=None), Layout(optimizer="nvme")])
+def test_no_step_is_looked_at_where_the_pass_makes_none(layout: Layout) -> None:
+    """Stages 1 and 2, a step on the device, NVMe: the time goes to the curves."""
+    profile = stepped(layout)
+    assert profile.step is None and profile.step_rates is None
 
 
 # -- plans ----------------------------------------------------------------------------------------

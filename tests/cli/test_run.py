@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune_offload.cli.run import HOOK
+from autotune_offload.cli.run import HOOK, HUGE_PAGES
 from tests import CHECKOUT
 
 RUN = (sys.executable, "-m", "autotune_offload", "run")
@@ -232,7 +232,9 @@ def test_the_environment_alone_does_the_same(tmp_path: Path) -> None:
     found = done("/bin/sh", "-c", f'{printed.stdout} printf %s "$PYTHONPATH"').stdout
     assert found == f"{HOOK}:{CHECKOUT}:{tmp_path}/a b"
     document = json.loads(done(*RUN, "--environment", "--json").stdout)
-    assert document == {"environment": {"PYTHONPATH": f"{HOOK}:{CHECKOUT}"}}
+    assert document == {"environment": {"PYTHONPATH": f"{HOOK}:{CHECKOUT}", HUGE_PAGES: "1"}}
+    kept = json.loads(done(*RUN, "--environment", "--json", THP_MEM_ALLOC_ENABLE="0").stdout)
+    assert kept["environment"][HUGE_PAGES] == "0"
     assert done(*RUN, "--environment", PYTHONPATH=found).stdout == printed.stdout
 
 
@@ -246,10 +248,12 @@ def test_a_sitecustomize_that_ours_hides_runs_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("word", "there"), [("0", False), ("Off", False), ("on", True), ("flase", True)])
 def test_switched_off_nothing_is_put_in_place(word: str, there: bool) -> None:
-    """AUTOTUNE_OFFLOAD=0 leaves Python's imports alone; a word that nobody knows is refused later, in words."""
-    source = "import sys; print([type(each).__name__ for each in sys.meta_path])"
+    """Off leaves Python's imports and memory alone and says nothing; a word that nobody knows is refused later."""
+    source = f"import os, sys; print([type(e).__name__ for e in sys.meta_path], os.getenv({HUGE_PAGES!r}))"
     found = done(*RUN, "--", sys.executable, "-c", source, AUTOTUNE_OFFLOAD=word)
     assert found.returncode == 0 and ("WhenImported" in found.stdout) is there
+    assert found.stdout.endswith("1\n" if there else "None\n")
+    assert ("autotune-offload run:" in found.stderr) is there
 
 
 FAKE_DEEPSPEED = {

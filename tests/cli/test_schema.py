@@ -140,6 +140,7 @@ def test_what_several_ranks_and_verify_print_is_as_their_schemas_say() -> None:
         ratios={"step": ratio},
         losses=(1.0, 0.5),
         verdict="faster",
+        phases={},
     )
     outcome = Verification(
         variants=(variant,),

@@ -43,6 +43,7 @@ def test_one_machine_gives_a_probes_document_and_the_virtual_seconds() -> None:
     assert found["virtual_seconds"] == found["elapsed_seconds"] > 0
     assert found["workload"]["world_size"] == 4
     assert all(each["predicted_seconds"] is not None for each in found["candidates"])
+    assert found["step"]["way"] == "fused" and found["step_rates"]["passes"]
 
 
 def test_the_text_says_that_it_is_simulated_and_from_what() -> None:
@@ -51,6 +52,7 @@ def test_the_text_says_that_it_is_simulated_and_from_what() -> None:
     assert result.exit_code == 0
     assert "simulated: gh200" in result.stdout and "2 calibrated" in result.stdout
     assert "Candidates against DeepSpeed's own" in result.stdout and "Choice:" in result.stdout
+    assert "Optimizer step: one compiled pass" in result.stdout
 
 
 SMALL = ("--plan", "quick", "--budget", "0.2", "--params", "50m")
@@ -60,7 +62,9 @@ def test_all_machines_are_one_table() -> None:
     """Every known machine has its row."""
     result = run("--all", *SMALL)
     assert result.exit_code == 0
-    assert all(any(line.startswith(name) for line in result.stdout.splitlines()) for name in SHIPPED)
+    gradients, _, steps = result.stdout.partition("Optimizer step:")
+    for table in (gradients, steps):
+        assert all(any(line.startswith(name) for line in table.splitlines()) for name in SHIPPED)
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 

@@ -29,7 +29,12 @@ from autotune_offload.cli import cli, options
 from autotune_offload.cli.output import finite
 from autotune_offload.cli.progress import Reporter, time_left
 from autotune_offload.cli.verify import model_of
-from autotune_offload.errors import DeviceError, ProfileError
+from autotune_offload.engine import attach as engine_attach
+from autotune_offload.engine import step_attach
+from autotune_offload.engine.status import Status
+from autotune_offload.engine.step import StepStatus
+from autotune_offload.errors import ConfigError, DeviceError, ProfileError
+from autotune_offload.profiles import outcomes
 from autotune_offload.profiles.store import Miss, Store
 from autotune_offload.records import Profile, Settings, from_plain, to_plain
 from autotune_offload.reports.alternatives import alternatives, best_of_each, rejections, verdict
@@ -607,6 +612,35 @@ def test_profiles_prune_removes_what_was_asked_for(store: Store) -> None:
     assert store.entries() == ()
 
 
+def test_what_runs_found_out_is_shown_and_forgotten(store: Store) -> None:
+    """In the list and with the profile; afterwards nothing is known."""
+    profile = make_profile()
+    path = store.save(profile)
+    way = outcomes.Way.of(profile.choice)
+    wrong = outcomes.Wrong(way=way, kind="differs", why="1 of 5 values differ")
+    outcomes.save(path, outcomes.Outcome(choice=way, wrong=(wrong,)))
+    for verb in (["profiles", "list"], ["show"], ["profiles", "show"]):
+        assert "1 of 5 values differ" in " ".join(run(*verb).stdout.split())
+    (row,) = json.loads(run("profiles", "list", "--json").stdout)["profiles"]
+    assert len(row["found"]) == 1
+    assert json.loads(run("profiles", "forget", "--json").stdout) == {"forgotten": [str(path)]}
+    assert run("profiles", "forget", "--all").stdout == ""
+    assert "differ" not in run("profiles", "list").stdout and path.exists()
+    assert run("profiles", "forget", "--all", path.stem).exit_code == 2
+
+
+def test_explain_and_simulate_write_a_trace(store: Store, tmp_path: Path) -> None:
+    """Beside what they print; a file that cannot be written is said in words."""
+    store.save(make_profile())
+    file = tmp_path / "trace.json"
+    for verb in (["explain"], ["simulate", "gh200", "--params", "1m", "--budget", "1"]):
+        result = run(*verb, "--json", "--trace", str(file))
+        assert result.exit_code == 0 and json.loads(result.stdout)
+        assert json.loads(file.read_text())["traceEvents"]
+        file.unlink()
+    assert "name another file" in run("explain", "--trace", str(tmp_path / "no" / "trace.json")).stderr
+
+
 def test_profiles_path_prints_the_folder(store: Store, tmp_path: Path) -> None:
     """The folder comes from --cache, else from the environment."""
     assert run("profiles", "path").stdout == f"{store.folder}\n"
@@ -854,7 +888,10 @@ class VerifyStub:
         ratios = {name: training.Ratio.of([2e-3] * 6, each) for name, each in seconds.items()}
         timings = {name: training.Timing.of(each) for name, each in seconds.items()}
         verdict = f"{name} against deepspeed: gradient offload 2.00x faster."
-        return training.VariantResult(name=name, ratios=ratios, losses=(2.0,), verdict=verdict, **timings)
+        phases = {p: training.Timing.of([4e-3] * 6) for p in ("unscale", "adam", "copy_back")}
+        return training.VariantResult(
+            name=name, ratios=ratios, losses=(2.0,), verdict=verdict, phases=phases, **timings
+        )
 
 
 @pytest.fixture
@@ -880,6 +917,45 @@ def test_verify_compares_deepspeeds_own_config_with_the_tuned_one(verify_stub: V
     assert "Losses: the same in every step." in text
     assert "zero_optimization.offload_optimizer.pin_memory: absent -> false" in text
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_verify_tells_the_phases_of_a_step(verify_stub: VerifyStub) -> None:
+    """Of each variant, with the compiled pass and without."""
+    text = " ".join(run("verify").stdout.split())
+    assert "unscale Adam copy back" in text and "tuned 4.00 ms (0 %) 4.00 ms (0 %) 4.00 ms (0 %)" in text
+
+
+@pytest.mark.parametrize("cpu_adam", [True, False])
+def test_verify_carries_out_the_decided_step_where_the_optimizer_is_deepspeeds(
+    verify_stub: VerifyStub, monkeypatch: pytest.MonkeyPatch, cpu_adam: bool
+) -> None:
+    """With as many threads as were decided on; with torch's AdamW there is no pass."""
+    specs: list[Any] = []
+
+    def attached(engine: Any, spec: Any, *, check: bool) -> StepStatus:
+        specs.append(spec)
+        return StepStatus()
+
+    monkeypatch.setattr(step_attach, "attach_step", attached)
+    monkeypatch.setattr(engine_attach, "attach", lambda engine, choice: Status())
+    assert run("verify", *["--cpu-adam"] * cpu_adam).exit_code == 0
+    own, tuned = verify_stub.arguments["variants"]
+    tuned.prepare(object())
+    assert own.config["optimizer"]["params"]["torch_adam"] is not cpu_adam and own.prepare is None
+    assert [(s.step, s.threads, s.page_lock) for s in specs] == [("fused", 8, True)] * cpu_adam
+
+
+def test_verify_says_why_a_decided_step_cannot_be_carried_out(
+    verify_stub: VerifyStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be compared is not the choice."""
+    monkeypatch.setattr(
+        step_attach, "attach_step", lambda *args, **kwargs: StepStatus(why_not="no C compiler was found")
+    )
+    monkeypatch.setattr(engine_attach, "attach", lambda engine, choice: Status())
+    assert run("verify", "--cpu-adam").exit_code == 0
+    with pytest.raises(ConfigError, match="no C compiler was found"):
+        verify_stub.arguments["variants"][1].prepare(object())
 
 
 def test_verify_json_is_one_document(verify_stub: VerifyStub) -> None:

@@ -105,7 +105,8 @@ def test_the_input_is_copied_and_never_changed(config: dict[str, Any]) -> None:
 
 @given(config=objects)
 def test_json_text_and_base64_come_back_as_they_went_in(config: dict[str, Any]) -> None:
-    """Whatever `json.dumps` writes is read back, raw or in base64."""
+    """Whatever `json.dumps` writes is read back, raw or in base64, of what is known for a ds_config by a key."""
+    config = {"zero_optimization": {}, **config}
     text = json.dumps(config)
     assert read(text) == config
     assert read(encoded(text)) == config
@@ -237,6 +238,8 @@ def test_every_key_is_read() -> None:
         "host_threads": 0,
         "accumulate": "host",
         "step": "fused",
+        "confirm": False,
+        "confirm_rounds": 7,
         "keep": ["offload_param.pin_memory"],
         "budget_seconds": 2,
         "max_pinned_bytes": 1e9,
@@ -295,9 +298,20 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
 def test_all_problems_come_in_one_error() -> None:
     """One look at the message is enough to mend the block."""
     with pytest.raises(ConfigError) as caught:
-        block(enabled="yes", path="fast", cast=1, buffer_count=0, keep="a", budget_seconds=0, stric=True)
+        block(
+            enabled="yes",
+            path="fast",
+            cast=1,
+            buffer_count=0,
+            keep="a",
+            budget_seconds=0,
+            confirm=1,
+            confirm_rounds=0,
+            stric=True,
+        )
     message = str(caught.value)
-    for key in ("enabled", "path", "cast", "buffer_count", "keep", "budget_seconds", "stric"):
+    keys = ("enabled", "path", "cast", "buffer_count", "keep", "budget_seconds", "confirm", "confirm_rounds")
+    for key in (*keys, "stric"):
         assert key in message
     assert "expected one of auto, direct, pinned, staged, deepspeed" in message
 

@@ -446,6 +446,14 @@ def test_a_ring_beyond_the_limit_is_refused_in_words(stage: Stage) -> None:
         )
 
 
+def test_scratch_beyond_the_device_is_refused_in_words(stage: Stage) -> None:
+    """A user's own buffers count against what a path may take of the device's memory."""
+    with pytest.raises(
+        ConfigError, match=r"path direct, cast device, buffer_bytes 4294967296.*device memory"
+    ):
+        stage.run(steer=Settings(path="direct", cast="device", buffer_bytes=1 << 32))
+
+
 def test_buffers_without_room_for_an_element_are_refused(stage: Stage) -> None:
     """3 bytes hold no fp32 value."""
     with pytest.raises(ConfigError, match="buffer_bytes is 3; expected at least 4"):

@@ -748,6 +748,7 @@ def test_the_regret_of_a_few_cases_is_within_its_limits() -> None:
     figures = regret.summary(results)
     assert figures["cases"] == 3 and figures["trials"] > 10
     assert 0 <= figures["mean_regret"] <= figures["worst_regret"] < regret.WORST_LIMIT
+    assert 0 <= figures["mean_step_regret"] <= figures["worst_step_regret"] < regret.WORST_LIMIT
 
 
 @pytest.mark.slow

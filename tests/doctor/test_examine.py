@@ -725,6 +725,29 @@ def test_threads_of_all_ranks_are_counted_against_the_cpus(
     assert len(findings) == bool(says)
 
 
+def test_too_few_threads_are_told_by_what_the_stored_profile_measured(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun's single thread: what DeepSpeed's Adam suffers by this host's own curve, and what the pass does."""
+    monkeypatch.setattr(host, "affinity", lambda: frozenset(range(16)))
+    launched = under(case, LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
+    costs = str(only(launched, "threads").costs)
+    assert "DeepSpeed's CPU Adam run on 1 thread (torchrun, and accelerate through it" in costs
+    assert "6.5 times as long as with 8 (stored profile)" in costs
+    assert "threads of its own, up to 8 a rank" in costs
+    older = case.store.save(make_profile(step=None, step_rates=None))
+    costs = str(only(saying(launched, profile={"path": str(older)}), "threads").costs)
+    assert "stored profile" not in costs and "threads of its own" in costs
+
+
+def test_too_many_threads_tell_what_the_pass_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the deepspeed launcher leaves it: every rank takes all CPUs."""
+    monkeypatch.setattr(host, "affinity", lambda: frozenset(range(16)))
+    finding = only(saying(under(case, LOCAL_WORLD_SIZE="4"), torch={"threads": 16}), "threads")
+    assert "DeepSpeed's CPU Adam, which takes all of them in each rank" in str(finding.costs)
+    assert "up to 4 a rank" in str(finding.costs)
+
+
 # -- profiles -------------------------------------------------------------------------------------
 
 

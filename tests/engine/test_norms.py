@@ -88,6 +88,13 @@ def test_at_a_rounding_the_norms_are_computed_in_deepspeeds_order(seed: int, off
     assert float(rank.optimizer.norm_for_param_grads[0]) == exact
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_without_that_some_would_be_another_sum(seed: int) -> None:
+    """Last bits that two orders may differ in are enough there; otherwise the test above would prove nothing."""
+    exact = float(stock_norm(at_a_rounding(seed)))
+    assert {fp32((exact * (1 + off)) ** 2) for off in (-3e-16, 3e-16)} != {fp32(exact**2)}
+
+
 def test_elsewhere_ours_stay() -> None:
     """Computing them again would cost as much as DeepSpeed's own norms."""
     rank = Rank([torch.full((1000,), 0.5), torch.full((24,), 1.0)], [math.sqrt(250.0), math.sqrt(24.0)])

@@ -16,11 +16,17 @@ from torch import Tensor
 from autotune_offload.engine import step_attach, step_stage3
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.step_adam import in_fp32
-from autotune_offload.engine.step_attach import StepSpec, attach_step, detach_step, step_status
+from autotune_offload.engine.step_attach import (
+    StepSpec,
+    attach_step,
+    detach_step,
+    step_pinned_bytes,
+    step_status,
+)
 from autotune_offload.engine.step_check import CHECKED_STEPS, sampled
-from autotune_offload.engine.step_pieces import Target
 from autotune_offload.machine import adam, compiled
 from autotune_offload.machine.device import Device
+from autotune_offload.paths.pieces import Pieces, Target
 from tests.engine.stand_ins import REAL_PIECE_OF, CpuAdamOperation, DeepSpeedZeroOptimizer_Stage3, Engine
 from tests.fakes import DeferredDevice
 
@@ -319,6 +325,33 @@ def test_an_interruption_leaves_a_whole_sub_group(monkeypatch: pytest.MonkeyPatc
     assert ours.optimizer.ds_opt_adam is ours.operation
 
 
+class ManyThreads(Shared):
+    """A host whose ranks have four threads each."""
+
+    def most_threads(self) -> int:
+        """Four."""
+        return 4
+
+
+def test_trials_begin_with_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own step, then the decided number of threads, then the others from the fewest up."""
+    used: list[int] = []
+    run = Pieces.run
+
+    def noted(self: Pieces, *args: Any) -> None:
+        used.append(args[3])
+        run(self, *args)
+
+    monkeypatch.setattr(Pieces, "run", noted)
+    for begins_with, order in ((2, [2, 1, 4]), (None, [1, 2, 4]), (3, [1, 2, 4])):
+        used.clear()
+        _, ours = pairs(sizes=(4096,))
+        device = ManyThreads()
+        attached(ours, StepSpec(begins_with=begins_with), device=device)
+        trained(ours, 4)
+        assert used == order, begins_with
+
+
 def test_no_threads_to_be_had_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's limit of threads is reached."""
     stock, ours = pairs()
@@ -327,7 +360,7 @@ def test_no_threads_to_be_had_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> 
     def none_left(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("autotune_offload.engine.step_pieces.ThreadPoolExecutor", none_left)
+    monkeypatch.setattr("autotune_offload.paths.pieces.ThreadPoolExecutor", none_left)
     assert same(trained(stock), trained(ours))
     assert "can't start new thread" in str(status.why_not)
 
@@ -366,7 +399,8 @@ def test_weights_are_on_the_device_when_the_step_ends(
     )
     assert status.why_not is None
     assert device.most_pinned_bytes == (512 * (threads + 3) if page_lock else 0)
-    assert detach_step(engine) and device.pinned == {}
+    assert step_pinned_bytes(engine) == sum(device.pinned.values()) == device.most_pinned_bytes
+    assert detach_step(engine) and device.pinned == {} and step_pinned_bytes(engine) == 0
 
 
 def test_memory_that_cannot_be_locked_costs_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +459,7 @@ def test_a_wait_that_fails_costs_no_bit(monkeypatch: pytest.MonkeyPatch) -> None
 
     def lose(step: int) -> None:
         if step == 2:
-            monkeypatch.setattr("autotune_offload.engine.step_pieces.Pieces.drain", drain)
+            monkeypatch.setattr("autotune_offload.paths.pieces.Pieces.drain", drain)
 
     assert same(trained(stock, 4), trained(ours, 4, lose))
     assert "device lost" in str(status.why_not)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune_offload.engine.step_trials import OWN, ROUNDS, StepChoice, Trials, thread_counts
+from autotune_offload.engine.step_trials import OWN, ROUNDS, StepChoice, Trials
 
 
 def decided(seconds: dict[int, list[float]], *, own_may_stay: bool = True) -> tuple[StepChoice, list[int]]:
@@ -43,10 +43,3 @@ def test_every_round_has_another_order_and_leaves_out_the_hopeless() -> None:
     assert {way: order.count(way) for way in (OWN, 2, 4)} == dict.fromkeys((OWN, 2, 4), ROUNDS)
     rounds = [order[4 + 3 * n : 7 + 3 * n] for n in range(ROUNDS - 1)]
     assert len({tuple(each) for each in rounds}) == 3
-
-
-def test_thread_counts_end_with_the_most() -> None:
-    """Powers of two below it."""
-    assert [thread_counts(n) for n in (0, 1, 2, 3, 8, 12)] == [
-        (1,), (1,), (1, 2), (1, 2, 3), (1, 2, 4, 8), (1, 2, 4, 8, 12),
-    ]  # fmt: skip

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from autotune_offload.engine import trainee as engine_trainee
 from autotune_offload.engine import verify as engine_verify
+from autotune_offload.engine.clock import OffloadClock
 from autotune_offload.engine.toy_model import ModelSpec
 from autotune_offload.engine.trainee import (
     METRICS,
+    PHASES,
     Metric,
     Timing,
     Variant,
@@ -155,20 +157,34 @@ class FakeAccelerator:
 
 
 class FakeOptimizer:
-    """Offloads for 3 ms."""
+    """Offloads for 3 ms, and waits for 5 ms at the end."""
 
     def __init__(self, accelerator: FakeAccelerator) -> None:
         self.accelerator = accelerator
 
     def partition_grads(self, params: list[int], grads: list[int]) -> str:
-        """Takes time on the device and returns something."""
+        """Takes time and returns something."""
         self.accelerator.now_milliseconds += 3
         self.accelerator.log.append(f"offload {params} {grads}")
         return "buffers"
 
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Waits."""
+        self.accelerator.now_milliseconds += 5
+
+    def unscale_and_clip_grads(self, sub_group: int, norm: float) -> None:
+        """Before the optimizer inside."""
+        self.accelerator.log.append(f"unscale {sub_group}")
+
+    def _optimizer_step(self, sub_group: int) -> None:
+        self.accelerator.log.append(f"adam {sub_group}")
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group: int) -> None:
+        self.accelerator.log.append(f"copy back {sub_group}")
+
 
 class FakeEngine:
-    """Offloads twice in a backward, which takes 10 ms besides."""
+    """Offloads twice in a backward, which takes 10 ms before and 1 ms after each."""
 
     def __init__(self, accelerator: FakeAccelerator, *, offloads: int = 2) -> None:
         self.accelerator, self.offloads = accelerator, offloads
@@ -184,28 +200,54 @@ class FakeEngine:
         self.accelerator.now_milliseconds += 10
         for number in range(self.offloads):
             assert self.optimizer.partition_grads([number], [number]) == "buffers"
+            self.accelerator.now_milliseconds += 1
+        self.optimizer.independent_gradient_partition_epilogue()
 
     def step(self) -> None:
         """Optimizer step."""
         self.accelerator.log.append("step")
+        for sub_group in range(2):
+            self.optimizer.unscale_and_clip_grads(sub_group, 1.0)
+            self.optimizer._optimizer_step(sub_group)
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
 
 
 def trainee_on(engine: FakeEngine) -> engine_trainee.Trainee:
     """What trains that engine."""
-    return engine_trainee.Trainee(name="fake", engine=engine, clock=engine_trainee.Clock(engine.accelerator))
+    accelerator = engine.accelerator
+    return engine_trainee.Trainee(
+        name="fake",
+        engine=engine,
+        clock=engine_trainee.Clock(accelerator),
+        offload=OffloadClock(lambda: accelerator.now_milliseconds / 1e3),
+    )
 
 
 def test_an_asynchronous_device_is_timed_by_events_and_only_waited_for_around_the_step() -> None:
     """Sums over accumulation steps are right, and nothing synchronizes between forward and the end."""
     accelerator = FakeAccelerator()
     trainee = trainee_on(FakeEngine(accelerator))
-    trainee.watch_offload()
+    trainee.watch()
     trainee.train(torch.ones(2, 1, 4))
-    assert trainee.seconds["backward"] == [pytest.approx(2 * 16e-3)]
-    assert trainee.seconds["gradient_offload"] == [pytest.approx(2 * 2 * 3e-3)]
+    assert trainee.seconds["backward"] == [pytest.approx(2 * 23e-3)]
+    assert trainee.seconds["gradient_offload"] == [pytest.approx(2 * 13e-3)]
     assert trainee.losses == [1.0]
     assert accelerator.log.count("synchronize") == 2
     assert accelerator.log[0] == accelerator.log[-1] == "synchronize"
+
+
+def test_a_step_is_timed_by_its_phases() -> None:
+    """Each sub-group's calls count, anew in every step, and everything is still called in order."""
+    accelerator = FakeAccelerator()
+    trainee = trainee_on(FakeEngine(accelerator))
+    trainee.watch()
+    for _ in range(2):
+        trainee.train(torch.ones(1, 1, 4))
+    assert {phase: len(times) for phase, times in trainee.phases.items()} == dict.fromkeys(PHASES, 2)
+    assert {len(spans) for spans in trainee.phase_spans.values()} == {2}
+    assert all(seconds >= 0 for times in trainee.phases.values() for seconds in times)
+    calls = [each for each in accelerator.log if each[0] in "uac"]
+    assert calls == ["unscale 0", "adam 0", "copy back 0", "unscale 1", "adam 1", "copy back 1"] * 2
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -216,7 +258,7 @@ def test_watching_the_offload_leaves_no_trace(own: bool) -> None:
     if own:
         vars(optimizer)["partition_grads"] = lambda params, grads: "mine"
     before = dict(vars(optimizer))
-    undo = trainee.watch_offload()
+    undo = trainee.watch()
     assert vars(optimizer) != before
     undo()
     assert vars(optimizer) == before

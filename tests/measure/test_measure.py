@@ -439,6 +439,25 @@ def test_the_pin_sweep_ends_in_time() -> None:
     assert cost.seconds_per_gib == pytest.approx(1024)
 
 
+@pytest.mark.parametrize("at", range(9))
+def test_what_comes_in_between_does_not_make_locking_slow(at: int) -> None:
+    """A second is lost while one block of nine is locked, whichever: a GiB takes a millisecond a MiB all the same."""
+
+    class Interrupted(DeferredDevice):
+        seconds, blocks = 0.0, 0
+
+        def now(self) -> float:
+            return self.seconds
+
+        def pinned_empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+            self.seconds += 1e-3 * elements * dtype.itemsize / MIB + (self.blocks == at)
+            self.blocks += 1
+            return super().pinned_empty(elements, dtype)
+
+    cost = pin_cost(Interrupted(), MIB, None, deadline=60.0)
+    assert cost.seconds_per_gib == pytest.approx(1.024) and cost.largest_bytes == MIB
+
+
 def test_what_does_not_pin_says_why() -> None:
     """The reason is kept, and nothing is tried."""
     cost = pin_cost(cpu(), MIB, "not on offer", 0.0)
@@ -543,6 +562,21 @@ def test_one_late_read_does_not_condemn_a_device() -> None:
             self.host_seconds += 0.5 if self.reads % 3 == 0 else 0.0
 
     check_synchronize(Hiccup())
+
+
+def test_a_device_that_works_while_it_is_called_is_not_kept_busy() -> None:
+    """Nothing is queued however often it is asked: a fake, or an emulation, would multiply for minutes."""
+
+    class AtOnce(Timed):
+        products = 0
+
+        def matmul(self, out: Tensor, left: Tensor, right: Tensor) -> None:
+            self.products += 1
+            self.host_seconds += 0.3
+
+    device = AtOnce()
+    check_synchronize(device)
+    assert device.products < 20
 
 
 def test_a_synchronous_device_need_not_wait() -> None:

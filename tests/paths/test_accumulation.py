@@ -190,6 +190,31 @@ def test_buffers_are_page_locked_only_where_the_path_page_locks() -> None:
         assert device.pinned == {}
 
 
+def test_the_queue_costs_every_partition_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: twice as many are looked at twice as often, no more."""
+    looked: list[int] = []
+    right = vars(module._Partition)["landed"].fget
+
+    def landed(partition: Any) -> bool:
+        looked.append(len(partition.pieces))
+        done: bool = right(partition)
+        return done
+
+    monkeypatch.setattr(module._Partition, "landed", property(landed))
+    counts = []
+    for number in (20, 40):
+        looked.clear()
+        accumulation = Accumulation(DeferredDevice(), "host", page_lock=True)
+        lows = [torch.zeros(SIZES[1], dtype=torch.bfloat16) for _ in range(number)]
+        for low in lows:
+            sums, sent = accumulation.on_host(gradients(1)[1], low)
+            sums.add(sent, low)
+        accumulation.drain()
+        counts.append(sum(looked))
+        accumulation.close()
+    assert counts[1] == 2 * counts[0] > 0
+
+
 # -- failures -------------------------------------------------------------------------------------
 
 

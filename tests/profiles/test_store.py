@@ -74,6 +74,24 @@ def test_a_saved_profile_is_found_as_it_was(store: Store) -> None:
     assert store.load(path) == profile
 
 
+def test_a_profile_from_before_steps_were_measured_is_read(store: Store) -> None:
+    """Its file holds neither key; it is no miss, and says nothing of a step."""
+    profile = make_profile(step=None, step_rates=None)
+    path = store.save(profile)
+    text = path.read_text()
+    assert "\nstep_rates: null\nstep: null\n" in text
+    path.write_text(text.replace("\nstep_rates: null\nstep: null\n", "\n"))
+    assert store.load(path) == profile
+
+
+def test_a_malformed_table_of_a_step_is_refused(store: Store) -> None:
+    """As every other table."""
+    path = store.save(make_profile())
+    path.write_text(path.read_text().replace("columns: [threads, back,", "columns: [threads,"))
+    with pytest.raises(ProfileError, match="malformed table"):
+        store.load(path)
+
+
 def test_the_name_says_the_device_and_the_key(store: Store) -> None:
     """Kind, name and the hash of the fingerprint; nothing in a name leaves the folder."""
     assert re.fullmatch(r"cuda-nvidia-h200-[0-9a-f]{16}\.yaml", store.save(make_profile()).name)

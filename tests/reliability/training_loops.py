@@ -14,20 +14,22 @@ counters, the global norm and the factor of clipping are those of DeepSpeed alon
 excepted. The payload of a NaN is torch's own affair. The fp64 norm of a single partition is a sum in another order
 than DeepSpeed's and may differ in its last bits; where such bits would change the fp32 sum of a sub-group, which is
 all that goes on from there, the norms are computed again by DeepSpeed's own code. `python -m tests.engine.loops`
-does all of this at random, and finds a difference when a part of what holds it is taken out (`--without`).
+does all of this at random; `python -m tests.engine.known` runs the loops that once differed, as the package is and
+without the part that holds each of them, where the difference must be found.
 
 """
 
 ROWS: tuple[tuple[str, str, str], ...] = (
     (
-        "one or several backward passes before a step, with a forward each or through one graph",
+        "one or several backward passes before a step: with a forward each, several forwards in one loss, or twice "
+        "through one graph",
         "the same",
-        "tests/engine/loops.py: batch",
+        "tests/engine/loops.py: batches, batch",
     ),
     (
         "a parameter whose first gradient of a step comes in a later pass",
         "the same: DeepSpeed adds to what an earlier step left in the accumulation buffer, which is always kept",
-        "tests/engine/test_attach.py: test_a_parameter_that_comes_late_finds_what_deepspeed_left",
+        "tests/engine/known.py: _late, _changed, _moved",
     ),
     (
         "accumulation changed (`set_train_batch_size`), or the boundary moved by hand",
@@ -37,14 +39,14 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "activation checkpoints of either kind, a layer that several of them share",
         "the same: nothing is sent where something is still under way",
-        "tests/engine/test_attach.py: test_a_partition_met_again_before_the_epilogue_lands_in_order",
+        "tests/engine/known.py: _shared",
     ),
     (
         "an exception in the backward pass is survived, with or without clearing the gradients",
         "the same, also what DeepSpeed itself makes of it: what was reduced before has arrived wherever a method of "
         "the optimizer's reads it. Reading its tensors past its methods, before the next epilogue, needs a wait on a "
         "device with streams, as it does with DeepSpeed alone",
-        "tests/engine/loops.py: batch, throw_away",
+        "tests/engine/known.py: _survived, _stepped, _dead",
     ),
     (
         "Ctrl-C while a path works",
@@ -52,9 +54,14 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "tests/engine/test_attach.py: test_ctrl_c_leaves_every_partition_whole",
     ),
     (
+        "unmanaged accumulation (`managed_gradient_accumulation: false`)",
+        "the same: a path fills the accumulation buffer, and at the step DeepSpeed's own code takes it to fp32",
+        "tests/engine/known.py: _finalized",
+    ),
+    (
         "a loss that runs through the module of another engine (GAN)",
-        "the same for both",
-        "tests/engine/loops.py: batch",
+        "the same for both, whether or not DeepSpeed runs the other engine's epilogue",
+        "tests/engine/known.py: _gan, _theirs",
     ),
     (
         "gradients read or changed, by DeepSpeed's functions or in place, before the step or before another pass",
@@ -69,7 +76,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "layers frozen and unfrozen; experts that are not used",
         "the same",
-        "tests/engine/loops.py: freeze, batch",
+        "tests/engine/loops.py: freeze, batches",
     ),
     (
         "checkpoints saved and loaded",
@@ -87,6 +94,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "tests/engine/loops.py: come_and_go",
     ),
     (
+        "several paths and DeepSpeed's own code that take turns, a checkpoint or an overflow among them",
+        "the same: a turn begins when everything that was sent has arrived",
+        "tests/engine/test_confirming.py: test_training_is_the_same_to_the_bit_through_every_switch",
+    ),
+    (
         "gradients clipped, where the norm lies at a rounding of fp32",
         "the same factor, and so the same weights",
         "tests/engine/test_norms.py: test_at_a_rounding_the_norms_are_computed_in_deepspeeds_order",
@@ -96,6 +108,16 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "the same: what it was given is delivered from the accumulation buffer, and DeepSpeed's own code takes over, "
         "with one warning",
         "tests/engine/test_attach.py: test_a_copy_that_fails_late_is_made_good",
+    ),
+    (
+        "the path taken out, a method replaced by somebody else, partitions that only DeepSpeed's own code moves",
+        "`report(engine)` says so: who carries, who has carried how many partitions and bytes, what is page-locked",
+        "tests/engine/counted.py: counts",
+    ),
+    (
+        "the report read and copied by another thread while training goes on",
+        "no value that it holds changes in place",
+        "tests/api/test_report.py: test_the_report_may_be_read_and_copied_while_training_goes_on",
     ),
 )
 

@@ -19,6 +19,7 @@ from autotune_offload.described.simulated import SimulatedDevice
 from autotune_offload.profiles.store import Store
 from autotune_offload.records import Profile, to_plain
 from autotune_offload.reports import bandwidth, drawing, page
+from autotune_offload.reports.steps import step_rows
 from tests.factories import make_choice, make_profile
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -133,6 +134,17 @@ def test_accumulations_decide_where_they_were_timed() -> None:
     assert "to an accumulation of 4 micro-steps" in sentence
     assert all(row.way in words for row in found.accumulations)
     assert "only what lies left of the band is a gain" not in words
+
+
+def test_the_step_is_on_the_page_where_one_was_decided(profile: Profile, parsed: Page) -> None:
+    """Its reasons, every way with its verdict, the parts of DeepSpeed's own; nothing of it in an older profile."""
+    assert profile.step is not None
+    words = _words(parsed)
+    assert all(" ".join(reason.split()) in words for reason in profile.step.reasons)
+    assert all(row.name in words and row.said in words for row in step_rows(profile))
+    assert "DeepSpeed's own: scale gradients" in words
+    older = structs.replace(profile, step=None, step_rates=None)
+    assert "The optimizer step" not in _words(Page(page.html([("older", older)])))
 
 
 def test_every_alternative_has_its_verdict(profile: Profile, parsed: Page) -> None:

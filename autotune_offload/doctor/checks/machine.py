@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autotune_offload import units
 from autotune_offload.doctor.checks.case import Case, whole
 from autotune_offload.machine import bus, host
 from autotune_offload.records import Finding
+
+_TELLING = 1.1
+"""Less than that is not worth a word: times scatter."""
 
 
 def link(case: Case) -> Iterator[Finding]:
@@ -90,7 +94,8 @@ def threads(case: Case) -> Iterator[Finding]:
             id="threads",
             severity="costs",
             found=f"{case.ranks} ranks with {threads} threads each ({whose}) share {cpus} CPUs",
-            costs="threads wait for each other in every host copy and in the optimizer step",
+            costs="threads wait for each other in every host copy and in DeepSpeed's CPU Adam, which takes all of them "
+            f"in each rank; {_the_pass(share)}",
             fix=f"OMP_NUM_THREADS={share}; nothing, if the launcher gives each rank CPUs of its own",
         )
     elif named and named * 2 <= share:
@@ -99,6 +104,31 @@ def threads(case: Case) -> Iterator[Finding]:
             severity="costs",
             found=f"OMP_NUM_THREADS={named} with {case.ranks} ranks leaves {cpus - named * case.ranks} of {cpus} "
             "CPUs idle",
-            costs="DeepSpeed's CPU optimizer and host copies run on that many threads (torchrun sets 1 by itself)",
+            costs=f"host copies and DeepSpeed's CPU Adam run on {units.threads(named)} (torchrun, and accelerate "
+            f"through it, set 1 where there are several ranks){_by_profile(case, named, share)}; {_the_pass(share)}",
             fix=f"OMP_NUM_THREADS={share}",
         )
+
+
+def _the_pass(share: int) -> str:
+    """What neither variable nor launcher decides."""
+    return (
+        f"the compiled pass has threads of its own, up to {share} a rank, of which the first real steps choose: where "
+        "it makes the step, that is not lost"
+    )
+
+
+def _by_profile(case: Case, threads: int, share: int) -> str:
+    """How much faster the memory of this host answers more threads, where a stored profile tells."""
+    profile = case.profile()
+    rates = profile.step_rates if profile is not None else None
+    times = {p.threads: p.median_seconds / p.elements for p in rates.passes} if rates is not None else {}
+    few = [n for n in times if n <= threads]
+    more = [n for n in times if threads < n <= share]
+    if not few or not more:
+        return ""
+    best = min(more, key=times.__getitem__)
+    ratio = times[max(few)] / times[best]
+    if ratio < _TELLING:
+        return ""
+    return f": one pass over its memory takes {ratio:.3g} times as long as with {best} (stored profile)"

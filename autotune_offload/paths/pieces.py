@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -15,14 +15,16 @@ from torch import Tensor
 from autotune_offload.errors import PinError
 from autotune_offload.machine import adam
 from autotune_offload.machine.device import Device, Event
+from autotune_offload.paths.step_stages import PIECE_ELEMENTS, QUEUED, ring_buffers
 from autotune_offload.records import Record
 
-PIECE_ELEMENTS = 1 << 18
-"""8 MB of traffic, a fraction of a millisecond: long against handing it out, short against a sub-group."""
 
-_QUEUED, _ON_THEIR_WAY = 1, 2
-"""Buffers of the ring beside those that threads are filling: so that no thread waits for the next piece to be handed
-out, nor for a copy that has just begun."""
+def thread_counts(most: int) -> tuple[int, ...]:
+    """Powers of two, and `most` itself."""
+    counts = [1]
+    while counts[-1] * 2 <= most:
+        counts.append(counts[-1] * 2)
+    return tuple(sorted({*counts, max(most, 1)}))
 
 
 class Progress:
@@ -69,15 +71,12 @@ class Pieces:
     host buffers, page-locked where that is to be had, copied on the current stream in the order of the pieces.
     """
 
-    def __init__(
-        self, device: Device, *, most_threads: int, page_lock: bool, piece_elements: int = PIECE_ELEMENTS
-    ) -> None:
+    def __init__(self, device: Device, *, page_lock: bool, piece_elements: int = PIECE_ELEMENTS) -> None:
         """Starts no thread and locks no memory yet."""
         self.device = device
         self.piece_elements = piece_elements
-        self.most_threads = most_threads
         self._page_lock = page_lock
-        self._pool: ThreadPoolExecutor | None = None
+        self._pools: dict[int, Executor] = {}
         self._running: list[Future[None]] = []
         self._rings: dict[torch.dtype, _Ring] = {}
 
@@ -96,10 +95,11 @@ class Pieces:
             memory: as many elements as `progress` has.
             values: what is computed with.
             to: where rounded weights go, as many; None is nowhere.
-            threads: from 1 to `most_threads`.
+            threads: at least 1.
             progress: says which pieces are whole, also when this raises.
         """
-        piece = adam.piece_of(memory, values, None if to is None else to.memory.dtype, progress.done)
+        rounded = None if to is None else to.memory.dtype
+        piece = self.device.optimizer_pass(memory, values, rounded, progress.done)
         try:
             if to is None or to.on_host:
                 self._in_place(piece, None if to is None else to.memory, threads, progress)
@@ -112,6 +112,9 @@ class Pieces:
     # -- straight into host memory --
 
     def _in_place(self, piece: adam.Piece, rounded: Tensor | None, threads: int, progress: Progress) -> None:
+        if self.device.keeps_time:
+            self._dealt_out(piece, rounded, threads, progress)
+            return
         numbers, stopped = itertools.count(), threading.Event()
 
         def share() -> None:
@@ -123,12 +126,22 @@ class Pieces:
                 stopped.set()
                 raise
 
-        others = [self._submit(share) for _ in range(min(threads, len(progress.done)) - 1)]
+        workers = min(threads, len(progress.done)) - 1
+        others = [self._submit(share, workers) for _ in range(workers)]
         share()
         self._settle()
         for future in others:
             if not future.cancelled():
                 future.result()
+
+    def _dealt_out(self, piece: adam.Piece, rounded: Tensor | None, threads: int, progress: Progress) -> None:
+        """Where time is the device's own, whoever asks for one piece after the other would take all at once."""
+        for number in range(len(progress.done)):
+            begin, end = progress.bounds(number)
+            slot = None if rounded is None else rounded[begin:end]
+            self._submit(functools.partial(piece, begin, end, number, slot), threads)
+        for future in self._running:
+            future.result()
 
     # -- through a ring to the device --
 
@@ -143,16 +156,17 @@ class Pieces:
             ring.send(number, rounded[begin:end])
 
         for number in range(len(progress.done)):
-            if len(under_way) == threads + _QUEUED:
+            if len(under_way) == threads + QUEUED:
                 hand_over()
             begin, end = progress.bounds(number)
             slot = ring.free(number)[: end - begin]
-            under_way.append((number, self._submit(functools.partial(piece, begin, end, number, slot))))
+            work = functools.partial(piece, begin, end, number, slot)
+            under_way.append((number, self._submit(work, threads)))
         while under_way:
             hand_over()
 
     def _ring(self, dtype: torch.dtype, threads: int) -> _Ring:
-        ring, count = self._rings.get(dtype), threads + _QUEUED + _ON_THEIR_WAY
+        ring, count = self._rings.get(dtype), ring_buffers(threads)
         if ring is None or len(ring) < count:
             if ring is not None:
                 ring.close()
@@ -162,10 +176,12 @@ class Pieces:
 
     # -- threads --
 
-    def _submit(self, work: Callable[[], None]) -> Future[None]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.most_threads, thread_name_prefix="autotune-offload-step")
-        future = self._pool.submit(work)
+    def _submit(self, work: Callable[[], None], threads: int) -> Future[None]:
+        """Hand it to one of so many threads, who are kept for the next run."""
+        if threads not in self._pools:
+            own = self.device.own_threads(threads)
+            self._pools[threads] = own or ThreadPoolExecutor(threads, "autotune-offload-step")
+        future = self._pools[threads].submit(work)
         self._running.append(future)
         return future
 
@@ -182,11 +198,16 @@ class Pieces:
         for ring in self._rings.values():
             ring.drain()
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked for what goes to the device."""
+        return sum(ring.pinned_bytes for ring in tuple(self._rings.values()))
+
     def close(self) -> None:
         """End the threads and give the buffers back."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.shutdown()
         rings, self._rings = self._rings, {}
         for ring in rings.values():
             ring.close()
@@ -216,6 +237,10 @@ class _Ring:
 
     def __len__(self) -> int:
         return len(self._events)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(slot.nbytes for slot in tuple(self._slots)) if self._locked else 0
 
     def free(self, number: int) -> Tensor:
         """The buffer of piece `number`, when what it held is on the device."""

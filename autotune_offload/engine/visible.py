@@ -1,0 +1,58 @@
+"""What a user sees of a path where users look: ranges in a profiler's trace, events in DeepSpeed's monitor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autotune_offload.machine.device import Device
+
+PREFIX = "autotune-offload: "
+"""Of every range; what follows names who carries, the epilogue, or what is waited for."""
+
+SECONDS = "Train/Offload/seconds"
+GAIN = "Train/Offload/gain"
+SWITCHES = "Train/Offload/switches"
+"""Labels of the events: what the gradients of an accumulation took, DeepSpeed's own time over that of whoever was
+committed to, and how often that was another than before."""
+
+_log = logging.getLogger("autotune_offload")
+
+
+@contextlib.contextmanager
+def named(device: Device, what: str) -> Iterator[None]:
+    """A range of that name, for the accelerator's own tools and for torch's profiler."""
+    name = PREFIX + what
+    device.push_range(name)
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        device.pop_range()
+
+
+class Events:
+    """Hands numbers to an engine's monitor, where one is switched on; whatever fails in that is not tried again."""
+
+    def __init__(self) -> None:
+        """Nothing has failed yet."""
+        self._broken = False
+
+    def write(self, engine: Any, **values: float | None) -> None:
+        """`seconds`, `gain` and `switches`, those that are known."""
+        monitor = getattr(engine, "monitor", None)
+        if self._broken or monitor is None or not getattr(monitor, "enabled", False):
+            return
+        labels = {"seconds": SECONDS, "gain": GAIN, "switches": SWITCHES}
+        try:
+            samples = int(engine.global_samples)
+            monitor.write_events(
+                [(labels[name], value, samples) for name, value in values.items() if value is not None]
+            )
+        except Exception:
+            self._broken = True
+            _log.debug("autotune-offload: the monitor takes no events", exc_info=True)

@@ -1,0 +1,48 @@
+"""The stages of one gradient as a trace that Chrome (about:tracing) and Perfetto (ui.perfetto.dev) open.
+
+Computed from the curves, as `timeline` places them; nothing was traced. Each way is a process with a row for each lane.
+Source of the form: the Trace Event Format document, complete events ("X") and metadata ("M"), times in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from autotune_offload.records import Profile
+from autotune_offload.reports.alternatives import alternatives, best_of_each
+from autotune_offload.reports.timeline import timeline
+
+_LANES = ("training waits", "device", "link", "host")
+
+
+def trace(named: Iterable[tuple[str, Profile]]) -> dict[str, Any]:
+    """The best of each kind of way, of each profile under its name; an empty name says nothing."""
+    events: list[dict[str, Any]] = []
+    for name, profile in named:
+        for row in best_of_each(alternatives(profile)):
+            words = [name, f"{row.name} {row.detail}".strip(), "(chosen)" if row.chosen else ""]
+            events += _of_way(profile, row.way, " ".join(filter(None, words)), len(events) + 1)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _of_way(profile: Profile, way: Any, name: str, process: int) -> Iterator[dict[str, Any]]:
+    line = timeline(profile, way)
+    used = [lane for lane in _LANES if any(stage.lane == lane for stage in line.stages)]
+    yield _meta("process_name", process, 0, f"{name}, {line.elements:,} elements")
+    for lane in used:
+        yield _meta("thread_name", process, _LANES.index(lane), lane)
+    for stage in line.stages:
+        yield {
+            "ph": "X",
+            "name": stage.what,
+            "cat": "computed",
+            "pid": process,
+            "tid": _LANES.index(stage.lane),
+            "ts": stage.start_seconds * 1e6,
+            "dur": stage.seconds * 1e6,
+        }
+
+
+def _meta(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
