@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from autotune_offload import markup
 from autotune_offload.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -405,6 +406,25 @@ class Choice(Record, frozen=True, kw_only=True):
         """Whether the path is faster than DeepSpeed's own code beyond the noise; else that code stays."""
         return self.gain > 1 + self.noise
 
+    def _repr_html_(self) -> str:
+        """For a notebook: what was decided, and why."""
+        return markup.table("Choice", self.in_rows(), self.reasons)
+
+    def in_rows(self) -> list[tuple[str, str]]:
+        """What was decided, a name and a value each."""
+        who = (
+            "this path"
+            if self.beats_deepspeed
+            else "DeepSpeed's own code, as nothing beats it beyond the noise"
+        )
+        pins = (("optimizer state", self.pin_optimizer), ("parameters", self.pin_parameters))
+        return [
+            ("gradients go by", who),
+            ("path", f"{self.path}, cast on the {self.cast}"),
+            ("against DeepSpeed's own code", f"{self.gain:.2f} times as fast, noise {self.noise:.1%}"),
+            ("page-locked", ", ".join(name for name, pinned in pins if pinned) or "nothing"),
+        ]
+
 
 Back = Literal["in place", "staged", "direct"]
 """How 16-bit weights get where they belong: written there, through page-locked buffers, or through pageable ones."""
@@ -502,6 +522,18 @@ class Profile(Record, frozen=True, kw_only=True):
     step_rates: StepRates | None = None
     step: StepDecision | None = None
     """How the optimizer's step is made; None where nothing of it was measured, as in older profiles."""
+
+    def _repr_html_(self) -> str:
+        """For a notebook: where it was measured, what was decided, and why."""
+        device, software = self.device, self.software
+        where = [
+            ("host", f"{self.host.name}: {self.host.cpu_model}"),
+            ("device", f"{device.kind} {device.name}"),
+            ("software", f"DeepSpeed {software.deepspeed}, torch {software.torch}"),
+            ("measured", f"{self.created}, plan {self.plan}"),
+            ("workload", self.workload.source),
+        ]
+        return markup.table("Profile", [*where, *self.choice.in_rows()], self.choice.reasons)
 
     @property
     def measurements(self) -> Measurements:

@@ -199,7 +199,7 @@ def test_a_missing_verb_or_option_would_be_seen() -> None:
 
 @pytest.mark.parametrize("name", ["failure", "wrong-choice", "machine"])
 def test_issue_templates_ask_for_what_doctor_says(name: str) -> None:
-    """Each is a form that can be read, and asks for the document of `doctor`."""
+    """Each is a form that can be read, and asks for the block of `doctor`."""
     form = yaml.safe_load((CHECKOUT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8"))
     labels = [field["attributes"]["label"] for field in form["body"]]
-    assert any("autotune-offload doctor --json" in label for label in labels)
+    assert any("autotune-offload doctor --markdown" in label for label in labels)

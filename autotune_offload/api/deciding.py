@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune_offload import records, switch
+from autotune_offload.api import voice
 from autotune_offload.api.foreseen import will_fail
 from autotune_offload.api.given import (
     Asked,
@@ -61,6 +62,8 @@ def decided_or_not(given: object, asked: Asked) -> Decided:
     autotune = asked.autotune
     if switched_off(autotune):
         return untuned_by_switch(attaches=asked.attaches)
+    with contextlib.suppress(Exception):  # whatever logging is set up to do, the run starts
+        voice.set_up()
     strict = told_to_raise(autotune)
     agreement: Agreement | None = None
     try:

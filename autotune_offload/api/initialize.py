@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from autotune_offload import switch
-from autotune_offload.api import reached
+from autotune_offload.api import reached, voice
 from autotune_offload.api.call import configuration, emptied, init_distributed, named, working
 from autotune_offload.api.confirming import put_in
 from autotune_offload.api.deciding import (
@@ -56,6 +56,16 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
         UndecidedError: the store of the job's first rank died while this rank had agreed and the others may
             have: it alone would train differently.
     """
+    result, carried = carried_out(args, kwargs, autotune)
+    with contextlib.suppress(Exception):
+        voice.tell(carried)
+    return result
+
+
+def carried_out(
+    args: tuple[Any, ...], kwargs: dict[str, Any], autotune: Mapping[str, Any] | bool | None
+) -> tuple[Any, Report]:
+    """What `initialize` gives, and what was done for it, of which nothing has been said yet."""
     import deepspeed
 
     call = _taken(deepspeed.initialize, args, kwargs, autotune)
@@ -70,7 +80,7 @@ def initialize(*args: Any, autotune: Mapping[str, Any] | bool | None = None, **k
     reached.say(None if carried.profile is not None else "; ".join(carried.notices))
     with contextlib.suppress(Exception):
         reports[result[0]] = carried
-    return result
+    return result, carried
 
 
 class _Call(Record, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from typing import Any
 
 from autotune_offload.api import call as api_call
 from autotune_offload.api import initialize as api_initialize
-from autotune_offload.api import report
+from autotune_offload.api import report, voice
 
 _log = logging.getLogger(__name__)
 
@@ -81,9 +81,12 @@ def _initialize_around(stock: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         if not _installed.active or api_call.at_work():
             return stock(*args, **kwargs)
-        result = api_initialize.initialize(*args, autotune=_installed.autotune, **kwargs)
+        result, done = api_initialize.carried_out(args, kwargs, _installed.autotune)
         with contextlib.suppress(Exception):  # whatever a report stumbles over, the engine is the user's
-            _log.info("%s", report.report(result[0]).text())
+            if _log.isEnabledFor(logging.INFO):
+                _log.info("%s", report.report(result[0]).text())
+            else:
+                voice.tell(done)
         return result
 
     return initialize

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections.abc import Mapping
+from html import escape
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
-from autotune_offload import units
+from autotune_offload import markup, units
 from autotune_offload.api.page_locked import page_locked
 from autotune_offload.engine import attach
 from autotune_offload.engine.entrants import OWN_NAME
@@ -43,6 +44,11 @@ class Report(Record, frozen=True, kw_only=True):
     def text(self) -> str:
         """The report in plain lines: choice, reasons, changed keys, notices."""
         return "\n".join([*self._choice_lines(), *self._change_lines(), *self._other_lines()])
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the choice as a table, and the whole report as it stands in a terminal."""
+        choice = "" if self.profile is None else markup.table("Choice", self.profile.choice.in_rows())
+        return f"{choice}<pre>{escape(self.text())}</pre>"
 
     def _choice_lines(self) -> list[str]:
         if self.profile is None:

@@ -18,6 +18,7 @@ from autotune_offload.cli import (
     profiles,
     report,
     run,
+    schema,
     show,
     simulate,
     verify,
@@ -54,7 +55,7 @@ def cli() -> None:
     """Measure how fast this machine moves ZeRO-3 offload data, and set DeepSpeed up accordingly."""
 
 
-for _verb in (probe, show, explain, apply, verify, simulate, run, fleet, report, profiles, doctor):
+for _verb in (probe, show, explain, apply, verify, simulate, run, fleet, report, profiles, doctor, schema):
     cli.add_command(_verb.command)
 
 

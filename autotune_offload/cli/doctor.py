@@ -26,20 +26,30 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Look at this ds_config too.",
 )
+@click.option("--markdown", is_flag=True, help="One block to paste into an issue, without names of yours.")
 @options.cache_option
 @options.json_option
 @click.pass_context
-def command(ctx: click.Context, /, *, config: Path | None, cache: Path | None, as_json: bool) -> None:
+def command(
+    ctx: click.Context, /, *, config: Path | None, markdown: bool, cache: Path | None, as_json: bool
+) -> None:
     """Look for what will break a run on this host, or cost it time, and say how to fix it.
 
     Nothing is changed or measured. Exit 1 where something will break, 0 otherwise.
     """
+    if markdown and as_json:
+        raise click.UsageError("--markdown and --json are two forms of the same; name one")
     from autotune_offload.doctor.examine import examine
 
     with stdout_set_aside(), Reporter("looking at this host"):
         found = examine(config, cache=cache)
     if as_json:
         emit_json(_document(found, config))
+    elif markdown:
+        from autotune_offload.doctor import pasted
+        from autotune_offload.machine import host
+
+        click.echo(pasted.block(found, host.facts(), host.software()))
     else:
         _print(console(), found)
     ctx.exit(1 if found.will_break else 0)

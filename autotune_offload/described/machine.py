@@ -1,12 +1,16 @@
 """Machine descriptions: what a simulated device is made from, with the source of every number.
 
 A description is a YAML file; those that are shipped lie in ``configs/machines/``, a user's own in any file or
-in the folder of `places.machines`. GB are 1e9 bytes. Rates are those of one rank that has the link to itself.
+in the folder of `places.machines`, and an installed package may bring some (`ENTRY_POINTS`).
+GB are 1e9 bytes. Rates are those of one rank that has the link to itself.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +23,10 @@ from autotune_offload.line import Least0, Line, Positive
 
 SCHEMA = 1
 _FOLDER = "machines"
+_log = logging.getLogger(__name__)
+
+ENTRY_POINTS = "autotune_offload.machines"
+"""The group in which an installed package names a package of its own that holds machine files."""
 
 Count = Annotated[int, Meta(ge=1)]
 Bytes = Annotated[int, Meta(ge=0)]
@@ -161,16 +169,31 @@ class Machine(_Part, frozen=True, kw_only=True):
 
 
 def names() -> tuple[str, ...]:
-    """The machines that `load` knows by name: shipped ones, and the user's own."""
+    """The machines that `load` knows by name: shipped ones, the user's own, those of installed packages."""
     own = (path.stem for path in sorted(places.machines().glob("*.yaml")))
-    return tuple(dict.fromkeys([*(Path(name).stem for name in places.listed(_FOLDER)), *own]))
+    return tuple(dict.fromkeys([*(Path(name).stem for name in places.listed(_FOLDER)), *own, *_packaged()]))
+
+
+def _packaged() -> dict[str, Path]:
+    """The files of installed packages by name; one that cannot be imported costs a warning and nothing else."""
+    found: dict[str, Path] = {}
+    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.value):
+        try:
+            folder = Path(str(files(entry.value)))
+        except Exception as error:  # whatever somebody's package does when it is imported
+            _log.warning("no machines of %s: %s: %s", entry.value, type(error).__name__, error)
+            continue
+        for file in sorted(folder.glob("*.yaml")):
+            found.setdefault(file.stem, file)
+    return found
 
 
 def load(name: str) -> Machine:
     """A machine by its name, or from a file.
 
     Args:
-        name: one of `names`, or the path of a YAML file. A user's own description comes before a shipped one.
+        name: one of `names`, or the path of a YAML file. A user's own description comes before a shipped one,
+            and that before one of an installed package.
 
     Raises:
         ConfigError: no such machine, or a description that cannot be used.
@@ -184,12 +207,15 @@ def _file(name: str) -> Path:
     own = places.machines() / f"{name}.yaml"
     if own.is_file():
         return own
-    if f"{name}.yaml" not in places.listed(_FOLDER):
+    if f"{name}.yaml" in places.listed(_FOLDER):
+        return places.config_file(_FOLDER, f"{name}.yaml")
+    packaged = _packaged()
+    if name not in packaged:
         raise ConfigError(
             f'no machine "{name}": expected one of {", ".join(names())}, or the path of a YAML file; '
             f"own descriptions may lie in {places.machines()}"
         )
-    return places.config_file(_FOLDER, f"{name}.yaml")
+    return packaged[name]
 
 
 def read(file: Path) -> Machine:

@@ -1,4 +1,4 @@
 """What stands in the way on this host and in a ds_config, and how to fix it.
 
-From below: self_report, checks, examine.
+From below: self_report, checks, examine, pasted.
 """

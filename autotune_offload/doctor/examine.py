@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from autotune_offload.config import reading
 from autotune_offload.doctor.checks import builds, host_memory, machine, pinning, profiles, software
 from autotune_offload.doctor.checks import config as config_checks
 from autotune_offload.doctor.checks.case import Case
-from autotune_offload.doctor.self_report import ask
+from autotune_offload.doctor.self_report import Answers, ask
 from autotune_offload.errors import ConfigError
 from autotune_offload.profiles.store import Store
 from autotune_offload.records import Finding
@@ -29,6 +29,8 @@ class Examination:
 
     findings: tuple[Finding, ...]
     checks: tuple[str, ...]
+    said: Answers = field(default_factory=Answers)
+    """What torch, DeepSpeed and the device said of themselves."""
 
     @property
     def will_break(self) -> bool:
@@ -71,7 +73,7 @@ def run_checks(case: Case) -> Examination:
         checks |= CONFIG_CHECKS
     findings = [finding for name, check in checks.items() for finding in _made(name, check, case)]
     findings.sort(key=lambda finding: _ORDER.index(finding.severity))
-    return Examination(findings=tuple(findings), checks=tuple(checks))
+    return Examination(findings=tuple(findings), checks=tuple(checks), said=case.answers)
 
 
 def _made(name: str, check: Check, case: Case) -> list[Finding]:

@@ -37,8 +37,13 @@ class Rates:
         )
         curves = [points for relative in relatives if (points := self._points(*relative))]
         curve = next((points for points in curves if len(points) > 1), None)
-        if curve is None:  # a copy while the other direction was busy was slower at most
-            both_ways = self._points(kind, memory, "warm", 0, duplex=True)
+        if (
+            curve is None
+        ):  # what copies reach while the other direction is busy tells more than a latency alone
+            memories: tuple[Memory, ...] = (memory, "pinned")
+            both_ways = next(
+                filter(None, (self._points(kind, m, "warm", 0, duplex=True) for m in memories)), ()
+            )
             curve = [*(curves[0] if curves else ()), *both_ways]
         return fit((point.bytes, point.median_seconds) for point in curve)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import copy
 import functools
 import inspect
 import json
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from msgspec import structs
 from autotune_offload.api import initialize as api_initialize
 from autotune_offload.api import profile as api_profile
 from autotune_offload.api import report as api_report
+from autotune_offload.api import voice
 from autotune_offload.api.given import Asked, workload_of
 from autotune_offload.engine.status import Status
 from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
@@ -122,6 +124,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     initialize.__signature__ = SIGNATURE  # type: ignore[attr-defined]  # what inspect.signature reads
     monkeypatch.setattr(deepspeed, "initialize", initialize)
     return calls
+
+
+@contextlib.contextmanager
+def nobody_set_up_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a script; in the body of a test, since pytest sets logging up after the fixtures."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(voice, "_said", set())
+    monkeypatch.setattr(voice, "_refused", set())
+    log, job = logging.getLogger("autotune_offload"), logging.getLogger("autotune_offload.job")
+    before = list(log.handlers), log.level, job.level
+    yield
+    log.handlers[:] = before[0]
+    log.setLevel(before[1])
+    job.setLevel(before[2])
 
 
 @pytest.fixture(autouse=True)
@@ -809,3 +825,53 @@ def test_settings_cover_every_argument_of_the_block() -> None:
             "strict",
         ),
     }
+
+
+def test_a_job_says_one_line_by_default_and_another_rank_nothing(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nobody set up logging: what carries the gradients, and whence the choice; a second engine adds nothing."""
+    with nobody_set_up_logging(monkeypatch):
+        for _ in range(2):
+            api_initialize.initialize(config=copy.deepcopy(CONFIG))
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("autotune-offload: gradients go by DeepSpeed's own code; 5 keys")
+        voice._said.clear()
+        monkeypatch.setenv("RANK", "1")
+        api_initialize.initialize(config=copy.deepcopy(CONFIG))
+        assert len(calls) == 3 and capsys.readouterr().err == ""
+
+
+def test_the_variable_says_how_much_is_said(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`warning` drops the one line, `info` adds the keys and their reasons; another word is refused and said once."""
+    said: list[list[str]] = []
+    for word in ("warning", "info", "loud"):
+        monkeypatch.setenv("AUTOTUNE_OFFLOAD_LOG", word)
+        with nobody_set_up_logging(monkeypatch):
+            for _ in range(2):
+                api_initialize.initialize(config=copy.deepcopy(CONFIG))
+        said.append(capsys.readouterr().err.splitlines())
+    silent, told, refused = said
+    assert silent == []
+    assert [line for line in told if "pin_memory: True -> False" in line]
+    first, *others = refused
+    assert first == (
+        'autotune-offload: AUTOTUNE_OFFLOAD_LOG is "loud": expected one of debug, info, warning; the default stays'
+    )
+    assert len(calls) == 6 and not [line for line in others if "loud" in line]
+
+
+def test_who_set_up_logging_hears_it_as_he_did(
+    calls: Calls, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of ours is added to handlers that are there, and the one line obeys their level."""
+    voice._said.clear()
+    api_initialize.initialize(config=copy.deepcopy(CONFIG))
+    assert calls and not logging.getLogger("autotune_offload").handlers
+    assert caplog.records == [] and capsys.readouterr().err == ""
+    voice._said.clear()
+    with caplog.at_level(logging.INFO):
+        api_initialize.initialize(config=copy.deepcopy(CONFIG))
+    assert len([r for r in caplog.records if r.name == "autotune_offload.job"]) == 1
