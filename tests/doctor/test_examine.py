@@ -27,7 +27,7 @@ from autotune_offload.config import reading
 from autotune_offload.doctor import examine, self_report
 from autotune_offload.doctor.checks.case import Case
 from autotune_offload.doctor.checks.software import OLDEST
-from autotune_offload.doctor.examine import CONFIG_CHECKS, HOST_CHECKS, Examination, run_checks
+from autotune_offload.doctor.examine import CONFIG_CHECKS, HOST_CHECKS, run_checks
 from autotune_offload.doctor.self_report import Answers
 from autotune_offload.machine import host
 from autotune_offload.profiles.store import Store
@@ -130,7 +130,8 @@ def accelerator(root: Path, address: str = "0000:17:00.0", slot: str = "32.0", *
 
 def test_a_host_without_fault_has_no_findings(case: Case) -> None:
     """Every check of the host is made, and none finds anything."""
-    assert run_checks(case) == Examination(findings=(), checks=tuple(HOST_CHECKS))
+    made = run_checks(case)
+    assert (made.findings, made.checks) == ((), tuple(HOST_CHECKS))
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(
