@@ -22,7 +22,7 @@ def why_not_attachable(engine: Any, is_ours: Callable[[object], bool] = lambda _
     if optimizer is None:
         return "the engine has no optimizer"
     if type(optimizer).__name__ != STAGE3 or not type(optimizer).__module__.startswith("deepspeed."):
-        return f"the optimizer is a {type(optimizer).__name__}, not exactly {STAGE3}"
+        return f"the optimizer is {type(optimizer).__name__}, not exactly {STAGE3}"
     return _unsuitable(optimizer) or _replaced_by_others(optimizer, is_ours) or _compiled(engine)
 
 

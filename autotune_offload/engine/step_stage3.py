@@ -45,7 +45,7 @@ def why_not_fused(optimizer: Any, is_ours: Ours) -> str | None:
     """None where the compiled pass may make the step of an attachable optimizer, else why DeepSpeed's own does."""
     inner = optimizer.optimizer
     if type(inner).__name__ != CPU_ADAM or not type(inner).__module__.startswith("deepspeed."):
-        return f"the optimizer inside is a {type(inner).__name__}, not exactly {CPU_ADAM}"
+        return f"the optimizer inside is {type(inner).__name__}, not exactly {CPU_ADAM}"
     if not hasattr(inner, CPU_ADAM_OPERATION) or not hasattr(inner, "opt_id"):
         return f"this DeepSpeed's {CPU_ADAM} has no {CPU_ADAM_OPERATION}"
     operation = getattr(inner, CPU_ADAM_OPERATION)
