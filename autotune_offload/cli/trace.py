@@ -18,7 +18,7 @@ trace_option = click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the stages of one gradient for chrome://tracing or ui.perfetto.dev; replaces FILE.",
+    help="Write the stages of a gradient and of a step for chrome://tracing or ui.perfetto.dev; replaces FILE.",
 )
 
 

@@ -1,4 +1,4 @@
 """What a person reads: every alternative, the explanation, pictures, one page.
 
-From below: alternatives, timeline, trace, explanation, steps, drawing, bandwidth, costs, stages, page.
+From below: alternatives, timeline, explanation, steps, trace, drawing, bandwidth, costs, stages, page.
 """

@@ -13,10 +13,13 @@ from typing import Literal
 
 from autotune_offload.paths import stages
 from autotune_offload.paths.rates import Rates
-from autotune_offload.records import Baseline, Candidate, Profile
+from autotune_offload.paths.step_stages import PIECE_ELEMENTS, step_costs
+from autotune_offload.records import Baseline, Candidate, Profile, StepCandidate
 from autotune_offload.workload import DTYPE_BYTES, middle_elements
 
 Lane = stages.Lane | Literal["training waits"]
+
+_STEP_ELEMENTS = 64 * PIECE_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,18 @@ def timeline(profile: Profile, way: Candidate | Baseline) -> Timeline:
     through = stages.stages(way, DTYPE_BYTES[profile.workload.dtype], rates)
     elements = middle_elements(profile.workload.partitions)
     return Timeline(elements=elements, stages=tuple(_placed(through, elements, on_host=on_host)))
+
+
+def step_timeline(profile: Profile, way: StepCandidate) -> Timeline:
+    """The stages of an optimizer step over the first of this rank's weights, so many that its pieces can be told apart.
+
+    Raises:
+        ValueError: nothing of a step was measured.
+    """
+    on_host = profile.device.kind == "cpu"
+    costs = step_costs(profile.measurements, profile.workload, shares_host_memory=on_host)
+    elements = min(costs.elements, _STEP_ELEMENTS)
+    return Timeline(elements=elements, stages=tuple(_placed(costs.stages(way), elements, on_host=on_host)))
 
 
 def _placed(through: stages.Stages, elements: int, *, on_host: bool) -> Iterator[Stage]:

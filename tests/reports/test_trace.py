@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autotune_offload.reports.alternatives import alternatives, best_of_each
-from autotune_offload.reports.timeline import timeline
+from autotune_offload.reports.steps import StepRow, best_steps
+from autotune_offload.reports.timeline import step_timeline, timeline
 from autotune_offload.reports.trace import trace
 from tests.factories import make_profile
 
@@ -14,13 +17,13 @@ def test_every_stage_is_an_event_in_the_row_of_its_lane() -> None:
     """One process a way, named after it; the last event of each ends when the gradient is there."""
     profile = make_profile()
     found = trace([("here", profile)])["traceEvents"]
-    rows = best_of_each(alternatives(profile))
+    rows: list[Any] = [*best_of_each(alternatives(profile)), *best_steps(profile)]
     names = {each["pid"]: each["args"]["name"] for each in found if each["name"] == "process_name"}
-    assert len(names) == len(rows) and sum("(chosen)" in name for name in names.values()) == 1
+    assert len(names) == len(rows) and sum("(chosen)" in name for name in names.values()) == 2
     assert all(name.startswith("here ") and name.endswith(" elements") for name in names.values())
     lanes = {(each["pid"], each["tid"]) for each in found if each["name"] == "thread_name"}
     for process, row in zip(names, rows, strict=True):
-        line = timeline(profile, row.way)
+        line = step_timeline(profile, row.way) if isinstance(row, StepRow) else timeline(profile, row.way)
         events = [each for each in found if each["pid"] == process and each["ph"] == "X"]
         assert [each["name"] for each in events] == [stage.what for stage in line.stages]
         assert {(process, each["tid"]) for each in events} <= lanes
