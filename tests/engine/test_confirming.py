@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from autotune_offload.engine.visible import GAIN, PREFIX, SECONDS, SWITCHES
 from tests import CHECKOUT
 from tests.engine.confirming import CASES
 from tests.matrix.__main__ import environment
+from tests.ports import free_port
 
 OWN, STORED, BEST = "DeepSpeed's own code", "with the cast on the device", "direct with the cast on the host"
 
@@ -32,13 +32,6 @@ def started(folder: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def free_port() -> int:
-    """Nobody listens there."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +104,13 @@ def test_a_trace_shows_who_carries_and_what_is_waited_for(said: dict[str, Any]) 
     assert said["ranges"] == 2 * micro_step
 
 
-def test_ranks_with_delays_of_their_own_all_finish(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_with_delays_of_their_own_all_finish(tmp_path: Path, count: int) -> None:
     """Nobody waits for another, whatever each concludes; they train the same weights."""
     port = free_port()
-    processes = [started(tmp_path, rank, 2, port) for rank in range(2)]
+    processes = [started(tmp_path, rank, count, port) for rank in range(count)]
     problems = [process.communicate(timeout=600)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], problems
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert [(rank["why_not"], rank["difference"]) for rank in ranks] == [(None, None)] * 2
+    assert [process.returncode for process in processes] == [0] * count, problems
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(count)]
+    assert [(rank["why_not"], rank["difference"]) for rank in ranks] == [(None, None)] * count
     assert all(rank["concluded"] and rank["rounds"] <= 5 for rank in ranks)
