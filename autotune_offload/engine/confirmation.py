@@ -22,7 +22,8 @@ MOST_ROUNDS = 20
 """Then it is decided whatever is known."""
 
 FEWEST_ROUNDS = spread.FEWEST
-"""Before anything is decided where nothing was confirmed before: the fewest that give an interval."""
+"""Before anything is decided where nothing was confirmed before: the fewest that give an interval. Where all but the
+fastest are far behind in each of them, fewer are enough."""
 
 ROUNDS_AGAIN = 3
 """Where it was confirmed before, at an earlier start or in this run."""
@@ -164,10 +165,10 @@ class Confirmation:
         if rounds.racing == {OWN}:
             return True
         best = rounds.best
-        if best is None or rounds.done < self._fewest:
-            return False
-        rival = self._rival(rounds, best)
-        return rival is not None and rival.settled
+        rival = None if best is None else self._rival(rounds, best)
+        if rival is None or rounds.done < self._fewest:
+            return rival is not None and rival.far
+        return rival.settled
 
     @staticmethod
     def _rival(rounds: Rounds, best: int) -> Rival | None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,9 +133,10 @@ def test_a_difference_within_the_noise_leaves_deepspeeds_own_code() -> None:
 
 
 def test_a_clear_difference_needs_but_a_few_rounds() -> None:
-    """The fewest that give an interval, three where it was confirmed before, one where one is all there may be."""
-    for options, rounds in (({}, 6), ({"fewest": 3}, 3), ({"most": 1}, 1)):
-        job = Job(fixed(8.0, 1.0, noise=0.05), confirmation(2, **options))
+    """Four where it is far, six that give an interval, three where it was confirmed before, one if no more may be."""
+    cases: Any = ((8.0, {}, 4), (1.5, {}, 6), (8.0, {"fewest": 3}, 3), (8.0, {"most": 1}, 1))
+    for own, options, rounds in cases:
+        job = Job(fixed(own, 1.0, noise=0.05), confirmation(2, **options))
         assert job.until_committed().rounds == rounds
         assert len(job.carried) == slots(2, rounds)
 
