@@ -33,7 +33,7 @@ def test_the_report_tells_what_happened_in_a_handful_of_loops() -> None:
 
 
 @pytest.mark.long
-def test_the_report_tells_what_happened_in_a_hundred_loops() -> None:
+def test_the_report_tells_what_happened_in_many_loops() -> None:
     """And in longer ones."""
-    done = counted("--examples", "100", "--steps", "20", seconds=1500)
+    done = counted("--examples", "50", "--steps", "20", seconds=1500)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"

@@ -51,10 +51,9 @@ def test_hundreds_of_loops_are_the_same_to_the_bit() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", sorted(FAULTS))
+@pytest.mark.parametrize("fault", sorted(set(FAULTS) - {"settle"}))
 def test_random_loops_find_what_is_taken_out(fault: str) -> None:
-    """Otherwise they would prove nothing. Where a partition is met twice, few paths go wrong without `settle`."""
-    one = ["--spec", "late staged long"] if fault == "settle" else []
-    done = loops("--examples", "400", "--steps", "20", "--without", fault, *one, seconds=1500)
+    """Otherwise they would prove nothing. What goes wrong without `settle` is drawn too rarely; known loops show it."""
+    done = loops("--examples", "400", "--steps", "20", "--without", fault, seconds=1500)
     assert done.returncode == 1, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     assert "differ" in done.stdout
