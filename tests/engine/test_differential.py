@@ -52,7 +52,7 @@ def test_hundreds_of_loops_are_the_same_to_the_bit() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["drain", "keep"])
 def test_random_loops_find_what_is_taken_out(fault: str) -> None:
-    """Otherwise they would prove nothing. What goes wrong without the others is drawn more rarely; known loops show it."""
+    """Otherwise they would prove nothing. What goes wrong without other parts is drawn rarely; known loops show it."""
     done = loops("--examples", "400", "--steps", "20", "--without", fault, seconds=1500)
     assert done.returncode == 1, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     assert "differ" in done.stdout
