@@ -17,7 +17,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 from autotune_offload.records import ZeroSizes
 from tests.factories import make_choice, make_profile
+from tests.ports import free_port
 
 CHOICE = make_choice(
     path="direct",
@@ -118,9 +118,7 @@ def run_rank(job: dict[str, Any], rank: int, port: int) -> int:
 
 def run(job: dict[str, Any]) -> list[int]:
     """All ranks of one job at once; -9 for those that did not end in time."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     children = []
     for rank in range(job.get("ranks", 1)):
         child = os.fork()

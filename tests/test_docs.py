@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from markdown_it import MarkdownIt
 from autotune_offload.cli import cli
 from autotune_offload.config import block as config_block
 from tests import CHECKOUT
+from tests.ports import free_port
 
 PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -136,11 +136,8 @@ def test_every_python_block_runs(tmp_path: Path) -> None:
 
 
 def _launched(cache: Path) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     own = {
         "PYTHONPATH": str(CHECKOUT),
         "AUTOTUNE_OFFLOAD_CACHE": str(cache / "cache"),

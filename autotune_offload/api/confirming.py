@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import structs
 
-from autotune_offload.decide.candidates import kind
+from autotune_offload.decide.candidates import PARAMETERS, kind
 from autotune_offload.engine.attach import attach
 from autotune_offload.engine.confirmation import FEWEST_ROUNDS, MOST_ROUNDS, ROUNDS_AGAIN
 from autotune_offload.engine.entrants import Confirm, Told
@@ -156,8 +156,7 @@ def _with(choice: Choice, other: Candidate | Way) -> Choice:
 
 
 def _as_candidate(choice: Choice) -> Candidate:
-    names = ("path", "cast", "buffer_bytes", "buffer_count", "host_threads")
-    return Candidate(**{name: getattr(choice, name) for name in names})
+    return Candidate(**{name: getattr(choice, name) for name in PARAMETERS})
 
 
 def _without(ours: Sequence[Choice], wrong: dict[Way, str]) -> list[Choice]:

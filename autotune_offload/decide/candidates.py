@@ -21,9 +21,6 @@ from autotune_offload.records import PATHS, Candidate, Choice, Settings, Workloa
 PARAMETERS = ("path", "cast", "buffer_bytes", "buffer_count", "host_threads")
 """The fields of a candidate that tell it from the others."""
 
-PINS = {"direct": 0, "staged": 1, "pinned": 2}
-"""The paths by how much they page-lock: a near tie goes to the least."""
-
 _BUFFER_BYTES = tuple(1 << power for power in range(18, 26))
 """256 KiB to 32 MiB: below, the cost of each piece dominates; above, no curve gains."""
 

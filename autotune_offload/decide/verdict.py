@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_offload import spread
-from autotune_offload.decide.candidates import PINS, kind
+from autotune_offload.decide.candidates import kind
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.decide.entrant import Entrant
 from autotune_offload.paths.page_locking import PinRules
+from autotune_offload.paths.path import PINS
 from autotune_offload.records import Baseline, Candidate, Path, Settings
 
 _BUFFER_TIE = 0.01

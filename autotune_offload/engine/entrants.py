@@ -12,13 +12,10 @@ from autotune_offload.engine.confirmation import FEWEST_ROUNDS, MOST_ROUNDS, Con
 from autotune_offload.engine.delivery import Delivery
 from autotune_offload.engine.rounds import OWN
 from autotune_offload.engine.self_check import Checks
-from autotune_offload.paths.path import Spec
+from autotune_offload.paths.path import PINS, Spec
 from autotune_offload.records import Record, path_in_words
 
 OWN_NAME = "DeepSpeed's own code"
-
-_PINS = {"direct": 0, "staged": 1, "pinned": 2}
-"""The paths by how much they page-lock: a near tie goes to the least."""
 
 
 def in_words(spec: Spec | None) -> str:
@@ -142,7 +139,7 @@ def schedule(entrants: Sequence[Entrant], confirm: Confirm | None, *, beside: bo
     if confirm is None:
         return Once(beside=beside)
     return Confirmation(
-        [0 if each.spec is None else _PINS[each.spec.path] for each in entrants],
+        [0 if each.spec is None else PINS[each.spec.path] for each in entrants],
         holder=OWN if confirm.begins_with_own else 1,
         seed=confirm.seed,
         fewest=confirm.fewest_rounds,

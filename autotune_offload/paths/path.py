@@ -26,6 +26,10 @@ _TAIL_ELEMENTS = 1024
 """Below this, an in-place upcast goes through a copy: halving further costs more than it saves."""
 
 
+PINS: dict[Path, int] = {"direct": 0, "staged": 1, "pinned": 2}
+"""The paths by how much they page-lock: a near tie goes to the least."""
+
+
 class Spec(Protocol):
     """What a path is built from; candidates and choices have these fields."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pytest
 
 from autotune_offload.errors import AgreementError
 from autotune_offload.ranks import group as ranks_group
+from tests.ports import free_port
 
 _PROBE = [sys.executable, "-m", "autotune_offload", "probe", "--params", "125M", "--budget", "1", "--no-save"]
 
@@ -21,9 +21,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks are announced, by variables that a shell exports, and nobody else comes."""
     for name in ranks_group.ANNOUNCED:
         monkeypatch.delenv(name, raising=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     for name, value in {
         "WORLD_SIZE": "2",
         "RANK": "0",

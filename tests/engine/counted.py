@@ -18,26 +18,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import hypothesis
 import torch
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 from torch import Tensor
 
 from autotune_offload.api.page_locked import page_locked
 from autotune_offload.engine.attach import status
 from autotune_offload.engine.norms import Norms
 from autotune_offload.engine.tally import Carried
-from autotune_offload.engine.trainee import single_process_environment
 from autotune_offload.paths.accumulation import Accumulation, HostSums
 from autotune_offload.paths.destination import DestinationPath
 from autotune_offload.paths.path import GradientPath
 from autotune_offload.paths.ring import StagedPath
 from autotune_offload.testing import FakeAccelerator
 from autotune_offload.upstream import PARTITION
-from tests.engine.loops import DTYPES, SPECS, LateDevice, Loops, World, config, experts
-from tests.matrix.driver import started
+from tests.engine.loops import DTYPES, SPECS, LateDevice, Loops, World, config, experts, run
 
 
 class Pins:
@@ -279,26 +275,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--shrink", action="store_true")
     given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    machine = Counted if given.seed is None else hypothesis.seed(given.seed)(Counted)
-    with single_process_environment(), started():
-        try:
-            run_state_machine_as_test(
-                machine,
-                settings=settings(
-                    max_examples=given.examples,
-                    stateful_step_count=given.steps,
-                    deadline=None,
-                    database=None,
-                    derandomize=given.seed is None,
-                    phases=[Phase.generate, *[Phase.shrink] * given.shrink],
-                    suppress_health_check=list(hypothesis.HealthCheck),
-                ),
-            )
-        except AssertionError as error:
-            print(error, *getattr(error, "__notes__", ()), sep="\n")
-            return 1
-    return 0
+    return run(Counted, given.examples, given.steps, given.seed, shrinks=given.shrink)
 
 
 if __name__ == "__main__":

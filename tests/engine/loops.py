@@ -586,22 +586,26 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     for other in SPECS.keys() - {given.spec or other for other in SPECS}:
         del SPECS[other]
-    torch.set_num_threads(1)
     if given.without:
         FAULTS[given.without](pytest.MonkeyPatch())
-    machine = Loops if given.seed is None else hypothesis.seed(given.seed)(Loops)
-    phases = [Phase.generate] if given.without else [Phase.generate, Phase.shrink]
+    return run(Loops, given.examples, given.steps, given.seed, shrinks=not given.without)
+
+
+def run(machine: type[Loops], examples: int, steps: int, seed: int | None, *, shrinks: bool) -> int:
+    """So many loops of so many steps, the same ones without a seed; 1 where one differs."""
+    torch.set_num_threads(1)
+    drawn = machine if seed is None else hypothesis.seed(seed)(machine)
     with single_process_environment(), started():
         try:
             run_state_machine_as_test(
-                machine,
+                drawn,
                 settings=settings(
-                    max_examples=given.examples,
-                    stateful_step_count=given.steps,
+                    max_examples=examples,
+                    stateful_step_count=steps,
                     deadline=None,
                     database=None,
-                    derandomize=given.seed is None,
-                    phases=phases,
+                    derandomize=seed is None,
+                    phases=[Phase.generate, *[Phase.shrink] * shrinks],
                     suppress_health_check=list(hypothesis.HealthCheck),
                 ),
             )

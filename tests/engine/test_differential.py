@@ -5,47 +5,29 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests import CHECKOUT
-
-
-def loops(*arguments: str, seconds: float, module: str = "loops") -> subprocess.CompletedProcess[str]:
-    """In a process of its own, on the CPU accelerator."""
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "DS_ACCELERATOR": "cpu"}
-    environment.pop("RANK", None)
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.engine.{module}", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        env=environment,
-        check=False,
-    )
+from tests.engine.apart import apart
 
 
 @pytest.mark.slow
 def test_a_handful_of_loops_is_the_same_to_the_bit() -> None:
     """The same ones every time."""
-    done = loops("--examples", "4", "--steps", "12", seconds=300)
+    done = apart("loops", "--examples", "4", "--steps", "12", seconds=300)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
 
 
 @pytest.mark.slow
 def test_loops_that_once_differed_are_the_same_and_differ_without_what_holds_them() -> None:
     """Each part is taken out in turn; the kind of value that must then be another one is."""
-    done = loops(module="known", seconds=300)
+    done = apart("known", seconds=300)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
 
 
 @pytest.mark.long
 def test_hundreds_of_loops_are_the_same_to_the_bit() -> None:
     """And longer ones."""
-    done = loops("--examples", "200", "--steps", "20", seconds=1500)
+    done = apart("loops", "--examples", "200", "--steps", "20", seconds=1500)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
 
 
@@ -53,6 +35,6 @@ def test_hundreds_of_loops_are_the_same_to_the_bit() -> None:
 @pytest.mark.parametrize("fault", ["drain", "keep"])
 def test_random_loops_find_what_is_taken_out(fault: str) -> None:
     """Otherwise they would prove nothing. What goes wrong without other parts is drawn rarely; known loops show it."""
-    done = loops("--examples", "400", "--steps", "20", "--without", fault, seconds=1500)
+    done = apart("loops", "--examples", "400", "--steps", "20", "--without", fault, seconds=1500)
     assert done.returncode == 1, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     assert "differ" in done.stdout

@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import Any
 
 from tests import op_builds, shared_memory
 from tests.matrix.driver import MARKER
+from tests.ports import free_port
 
 VERSIONS = (
     "0.14.5",
@@ -119,21 +119,14 @@ def run(version: str | None, groups: Iterable[str], limit_seconds: float = LIMIT
     groups, deadline = list(groups), time.monotonic() + limit_seconds
     apart = {*LONGER, *STEP_GROUPS, "ranks"}
     halves = [[g for g in groups if g in LONGER], [g for g in groups if g not in apart]]
-    results = _finished([_start(version, half, 0, 1, _free_port()) for half in halves if half], deadline)
+    results = _finished([_start(version, half, 0, 1, free_port()) for half in halves if half], deadline)
     if "step" in groups:
-        results += _finished([_start(version, ["step"], 0, 1, _free_port())], deadline)
+        results += _finished([_start(version, ["step"], 0, 1, free_port())], deadline)
     for group in ("ranks", "step_ranks"):
         if group in groups:
-            port = _free_port()
+            port = free_port()
             results += _finished([_start(version, [group], rank, 2, port) for rank in range(2)], deadline)
     return results
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _start(version: str | None, groups: list[str], rank: int, ranks: int, port: int) -> subprocess.Popen[str]:

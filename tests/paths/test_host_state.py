@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from autotune_offload import workload
 from autotune_offload.paths.host_state import host_state
+from tests.ports import free_port
 
 CPU = {"device": "cpu", "pin_memory": False}
 
@@ -105,9 +105,7 @@ print("kept", sum(kept.values()))
 def test_a_real_engine_keeps_as_much(stage: int) -> None:
     """The tensors of DeepSpeed's own optimizer on the host after a step; stages 1 and 2 have one more parameter."""
     given = config(stage=stage, offload_optimizer=CPU)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
         [sys.executable, "-c", _REAL, json.dumps(given)],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -21,6 +20,7 @@ from autotune_offload.upstream import NEWEST
 from autotune_offload.workload import from_module
 from tests import CHECKOUT
 from tests.factories import make_workload
+from tests.ports import free_port
 
 CPU, PINNED, UNPINNED = (
     {"device": "cpu", **pin} for pin in ({}, {"pin_memory": True}, {"pin_memory": False})
@@ -47,9 +47,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def spied() -> dict[str, list[int]]:
     """Each engine's blocks in bytes, as it asked for them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     cases = []
     for engine in ENGINES.values():
         zero = {name: value for name, value in engine.items() if name != "steps"}
