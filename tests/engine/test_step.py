@@ -489,7 +489,7 @@ def changed(inner: bool = False, **attributes: Any) -> Callable[[Any], None]:
         (changed(master_weights_and_grads_dtype=torch.bfloat16), "not fp32"),
         (changed(unscale_and_clip_grads=lambda *_: None), "replaced by somebody else"),
         (changed(inner=True, fp32_optimizer_states=False), "moments"),
-        (changed(optimizer=torch.optim.AdamW([torch.zeros(1)])), "is a AdamW"),
+        (changed(optimizer=torch.optim.AdamW([torch.zeros(1)])), "inside is AdamW, not exactly"),
     ],
     ids=str,
 )
