@@ -45,7 +45,8 @@ from autotune_offload.ranks.group import Group
 from autotune_offload.records import Profile, from_plain, to_plain
 from autotune_offload.workload import from_parameter_count
 from benchmarks.goals import Goal, judged
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
+from benchmarks.results import Number
 from benchmarks.stores import CountingStore, SharedStore
 
 REAL_RANKS = (2, 4, 8)
@@ -271,13 +272,13 @@ def requests_a_second() -> float:
 def main() -> int:
     """Prints every figure; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    add_output(parser)
     parser.add_argument("--repeat", type=int, default=20, help="agreements of the real ranks (20)")
     parser.add_argument("--ranks", type=int, nargs="+", default=RECKONED_RANKS, help="of the reckoned jobs")
     options = parser.parse_args()
     if options.repeat < 1 or min(options.ranks) < THREADED_RANKS[-1]:
         parser.error(f"expected --repeat of at least 1 and --ranks of at least {THREADED_RANKS[-1]}")
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         profile = probe(workload=from_parameter_count(10**6), plan="quick", budget_seconds=1.0)
         processes = []
         for ranks in REAL_RANKS:
@@ -322,7 +323,13 @@ def main() -> int:
         status = judged(goals)
         figures: dict[str, Sequence[Any]] = {"processes": processes, "threads": threads, "reckoned": larger}
         document = {name: [structs.asdict(one) for one in each] for name, each in figures.items()}
-        emit({**document, "requests_per_second": rate, "goals": [dataclasses.asdict(goal) for goal in goals]})
+        emit(
+            {**document, "requests_per_second": rate, "goals": [dataclasses.asdict(goal) for goal in goals]},
+            [
+                Number(what=g.name, value=g.found, unit=g.unit.strip(), least=g.least, most=g.most)
+                for g in goals
+            ],
+        )
     return status
 
 

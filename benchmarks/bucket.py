@@ -35,7 +35,7 @@ from autotune_offload.paths.stock import stock_path
 from autotune_offload.records import Choice, Memory, Profile, Workload
 from autotune_offload.upstream import named_sequence
 from benchmarks.goals import Goal, judged
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
 from benchmarks.regret import MODELS, described_workload
 
 DEFAULT_ELEMENTS = 500_000_000
@@ -165,7 +165,7 @@ def _offload(
 def main() -> int:
     """Prints every row; 1 where a chosen bucket costs time."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    add_output(parser, records=False)
     parser.add_argument("--model", default="tinyllama-1.1b", choices=tuple(MODELS))
     parser.add_argument("--ranks", type=int, default=1, metavar="N")
     parser.add_argument("--tflops", type=float, nargs="+", default=(50.0, 200.0), metavar="T")
@@ -175,7 +175,7 @@ def main() -> int:
     torch.set_num_threads(1)
     workload = described_workload(options.model, options.ranks, 1)
     rows = []
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         for name in described_machine.names():
             for tflops in options.tflops:
                 row = measure(name, workload, tflops)

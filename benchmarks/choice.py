@@ -35,7 +35,8 @@ from autotune_offload.measure.bench import Bench
 from autotune_offload.paths.page_locking import PinRules
 from autotune_offload.records import Candidate, Profile, Settings
 from benchmarks.goals import Goal, judged
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
+from benchmarks.results import median
 
 LIMIT = 1.05
 
@@ -109,7 +110,7 @@ def repeat(budget_seconds: float | None, rounds: int) -> Repeat:
 def main() -> int:
     """Prints every repeat and the median; 1 where that is over its limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    add_output(parser)
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="probes and sweeps (5)")
     parser.add_argument("--seconds", type=float, default=100, help="after which no repeat is begun (100)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="of a probe (the standard plan's 5)")
@@ -117,22 +118,23 @@ def main() -> int:
     options = parser.parse_args()
     if options.repeat < 1 or options.rounds < 1:
         parser.error(f"--repeat {options.repeat}, --rounds {options.rounds}: expected at least 1")
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         repeats: list[Repeat] = []
         until = time.monotonic() + options.seconds
         while len(repeats) < options.repeat and (not repeats or time.monotonic() < until):
             repeats.append(repeat(options.budget, options.rounds))
             print(repeats[-1], flush=True)
         ratios = [each.ratio for each in repeats]
-        median = statistics.median(ratios)
+        middle = statistics.median(ratios)
         paths = collections.Counter(each.path + (" (a tie)" if each.tie else "") for each in repeats)
         print(
-            f"chosen over best: median {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} repeats); "
+            f"chosen over best: median {middle:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} repeats); "
             f"paths: {', '.join(f'{path} {count} times' for path, count in paths.most_common())}"
         )
-        status = judged([Goal(name="chosen over best", found=median, most=LIMIT)])
-        summary = {"median_ratio": median, "limit": LIMIT, "within": median <= LIMIT, "paths": dict(paths)}
-        emit({**summary, "repeats": [dataclasses.asdict(each) for each in repeats]})
+        status = judged([Goal(name="chosen over best", found=middle, most=LIMIT)])
+        summary = {"median_ratio": middle, "limit": LIMIT, "within": middle <= LIMIT, "paths": dict(paths)}
+        numbers = [median("the choice over the best of a sweep", ratios, unit="", most=LIMIT)]
+        emit({**summary, "repeats": [dataclasses.asdict(each) for each in repeats]}, numbers)
     return status
 
 

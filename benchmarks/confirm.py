@@ -47,12 +47,19 @@ from autotune_offload.records import Candidate, Settings
 from autotune_offload.spread import noise
 from benchmarks.goals import Goal, judged
 from benchmarks.gradient_path import LAYERS, ROWS, WIDTH, Layer, config
-from benchmarks.output import CORES, reporting
+from benchmarks.output import CORES, add_output, reporting
+from benchmarks.results import Number, median
 
 COUNTED_STEPS = 200
 MOST_COST = 0.01
 PROBE_SECONDS = 1.0
 FLIP_LAYERS = 2
+MOST_FLIPS = {"quiet": 0.2, "loaded": 0.5}
+"""Share of the starts. A busy host may differ from what it was while it was probed: hence the confirmation."""
+
+MOST_WORTH = 1.05
+"""What the probe's choice may take over the confirmed one, in the median of the starts: as in `choice`."""
+
 COST_SHARE = 0.5
 """Of the time, for the cost; the starts share the rest."""
 
@@ -198,10 +205,28 @@ def show(name: str, found: dict[str, Any]) -> None:
     )
 
 
+def flip_numbers(name: str, found: dict[str, Any]) -> Iterator[Number]:
+    """One condition as numbers to record."""
+    if not found["starts"]:
+        return
+    yield Number(
+        what=f"starts that came to another choice, {name} host",
+        value=100 * found["flips"] / found["starts"],
+        unit="%",
+        samples=found["starts"],
+        most=100 * MOST_FLIPS[name],
+    )
+    worth = [each["worth"] for each in found["each"] if each["worth"] is not None]
+    if worth:
+        yield median(
+            f"the probe's choice over the confirmed one, {name} host", worth, unit="", most=MOST_WORTH
+        )
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    add_output(parser)
     parser.add_argument("--steps", type=int, default=COUNTED_STEPS, help="pairs of steps at most")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of 4.2M parameters each")
     parser.add_argument("--accumulation", type=int, default=1)
@@ -210,7 +235,7 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     deadline = began + options.seconds
-    with reporting(options.json) as emit, single_process_environment():
+    with reporting(options) as emit, single_process_environment():
         found = cost(
             options.layers, options.accumulation, options.steps, began + COST_SHARE * options.seconds
         )
@@ -232,7 +257,11 @@ def main() -> int:
             most=100 * MOST_COST,
             unit=" %",
         )
-        emit({"cost": found["cost"], "noise": found["noise"], "detail": found, **results})
+        numbers = [
+            Number(what=goal.name, value=goal.found, unit="%", most=goal.most),
+            *(number for name, each in results.items() for number in flip_numbers(name, each)),
+        ]
+        emit({"cost": found["cost"], "noise": found["noise"], "detail": found, **results}, numbers)
         return judged([goal])
 
 

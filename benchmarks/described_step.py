@@ -29,7 +29,7 @@ from autotune_offload.machine import adam
 from autotune_offload.paths.pieces import Pieces, Target
 from autotune_offload.paths.step_stages import words
 from autotune_offload.records import Back, Profile, StepCandidate
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
 
 PARAMETERS = 7_000_000_000
 RANKS = (1, 4)
@@ -156,9 +156,9 @@ def table(found: list[Row]) -> str:
 def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    add_output(parser, records=False)
     options = parser.parse_args()
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         found = list(rows())
         print(table(found))
         emit([dataclasses.asdict(row) for row in found])

@@ -40,7 +40,8 @@ from autotune_offload.engine.attach import attach, detach
 from autotune_offload.engine.trainee import single_process_environment
 from autotune_offload.machine.host import software
 from autotune_offload.records import Accumulate, Candidate
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
+from benchmarks.results import Number, pair
 
 LAYERS, WIDTH, ROWS = 16, 2048, 4
 
@@ -251,6 +252,19 @@ def summary(
     return case
 
 
+def numbers(case: dict[str, Any]) -> Iterator[Number]:
+    """One case as numbers to record."""
+    told = f"accumulation {case['accumulation_steps']}"
+    if (case["path"], case["cast"], case["host_threads"]) != ("direct", "host", 0):
+        told += f", {case['path']}, cast on the {case['cast']}, {case['host_threads']} host threads"
+    for metric in METRICS:
+        raw = (case[f"{metric}_{way}_seconds"]["raw"] for way in ("stock", "ours"))
+        yield from pair(f"{metric}, {told}", *raw)
+    yield Number(
+        what=f"partition_grads over the floor, {told}", value=case["floor_ratio"], samples=case["pairs"]
+    )
+
+
 def show(case: dict[str, Any]) -> None:
     """One case as lines."""
     print(
@@ -270,7 +284,7 @@ def show(case: dict[str, Any]) -> None:
 def main() -> int:
     """Run the cases and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    add_output(parser)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--accumulation", type=int, nargs="*", default=(1, 4), metavar="STEPS")
     parser.add_argument("--threads", type=int, nargs="*", default=None, help="host threads to try; default 0")
@@ -281,7 +295,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     cases = []
-    with reporting(options.json) as emit, single_process_environment():
+    with reporting(options) as emit, single_process_environment():
         for accumulation_steps in options.accumulation:
             for threads in options.threads if options.threads is not None else [0]:
                 spec = Placed(
@@ -302,7 +316,8 @@ def main() -> int:
                 "bit_identical": identical,
                 "deepspeed": software().deepspeed,
                 "cases": cases,
-            }
+            },
+            [number for case in cases for number in numbers(case)],
         )
     return 0 if identical else 1
 

@@ -15,13 +15,14 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from autotune_offload.machine import host_pass
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
+from benchmarks.results import Number, median, pair
 
 ELEMENTS = 1 << 24
 
@@ -58,15 +59,26 @@ def measure(dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
+def numbers(document: dict[str, dict[str, list[float]]]) -> Iterator[Number]:
+    """Every dtype as numbers to record."""
+    for dtype, ways_ in document.items():
+        yield from pair(f"one pass, {dtype}", ways_["deepspeed"], ways_["compiled"])
+        yield median(f"one pass that keeps the values, {dtype}", ways_["keeping"], of="ours", scale=1e3)
+        yield median(
+            f"one pass by torch's operations in pieces, {dtype}", ways_["pieces"], of="ours", scale=1e3
+        )
+        yield median(f"torch's copy to fp32 alone, {dtype}", ways_["floor"], scale=1e3)
+
+
 def main() -> int:
     """Print every way of every dtype."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    add_output(parser)
     parser.add_argument("--rounds", type=int, default=15, help="2 or more (15)")
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds}: quartiles need at least 2")
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         torch.set_num_threads(1)
         document = {}
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -79,7 +91,7 @@ def main() -> int:
             for way, seconds in document[name].items():
                 low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
                 print(f"  {way:10s} {median * 1e3:7.2f} ms (quartiles {low * 1e3:.2f} to {high * 1e3:.2f})")
-        emit(document)
+        emit(document, numbers(document))
     return 0
 
 

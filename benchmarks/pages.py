@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune_offload.cli.run import HUGE_PAGES
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
+from benchmarks.results import median
 
 CASE = "both offloads"
 METRICS = ("step_phase", "train_step")
@@ -64,11 +65,11 @@ def summary(without: list[dict[str, float]], with_them: list[dict[str, float]]) 
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    add_output(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=5, help="steps of each way in a process")
     options = parser.parse_args()
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         for index in range(options.rounds):
             for huge in (False, True) if index % 2 else (True, False):
@@ -82,7 +83,11 @@ def main() -> int:
                 f"  {name:17s} without {each['without_seconds'] * 1e3:7.1f} ms   "
                 f"with {each['with_seconds'] * 1e3:7.1f} ms   {each['ratio']:.2f}x ({low:.2f} to {high:.2f})"
             )
-        emit({"kernel": kernel, "case": CASE, **found})
+        numbers = [
+            median(f"{name.replace('_', ' ')}, without huge pages over with", each["ratios"], unit="")
+            for name, each in found.items()
+        ]
+        emit({"kernel": kernel, "case": CASE, **found}, numbers)
     return 0
 
 

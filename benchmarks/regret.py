@@ -60,7 +60,8 @@ from autotune_offload.upstream import named_sequence
 from autotune_offload.workload import TIMED_MICRO_STEPS, middle_elements
 from benchmarks import described_step
 from benchmarks.goals import Goal, judged
-from benchmarks.output import CORES, reporting
+from benchmarks.output import CORES, add_output, reporting
+from benchmarks.results import Number
 
 MEAN_LIMIT, WORST_LIMIT = 0.01, 0.05
 TRUTH_ELEMENTS = 1 << 25
@@ -364,7 +365,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 def main() -> int:
     """Prints the worst cases and the figures; 1 where they are over their limits."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    add_output(parser)
     parser.add_argument("--cases", type=int, default=132, metavar="N", help="how many are drawn (132)")
     parser.add_argument("--all", action="store_true", help="the whole product; takes an hour or more")
     parser.add_argument("--seconds", type=float, default=130, help="after which no case is begun (130)")
@@ -377,7 +378,7 @@ def main() -> int:
     started, names = time.monotonic(), described_machine.names()
     cases = every_case(names) if options.all else some_cases(names, options.cases)
     seconds = math.inf if options.all else options.seconds
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         results = []
         for result in evaluate_all(
             cases, noise=options.noise, plan=options.plan, jobs=options.jobs, seconds=seconds
@@ -392,7 +393,7 @@ def main() -> int:
             f"{figures['cases']} cases, {figures['trials']:.0f} timed passes a case; "
             f"{figures['candidates_timed']:.0f} of {figures['candidates_open']:.0f} candidates timed"
         )
-        status = judged(
+        goals = [
             Goal(name=name, found=figures[key] * 100, most=limit * 100, unit=" %")
             for name, key, limit in (
                 ("mean regret", "mean_regret", MEAN_LIMIT),
@@ -400,10 +401,14 @@ def main() -> int:
                 ("mean regret of a step", "mean_step_regret", MEAN_LIMIT),
                 ("worst regret of a step", "worst_step_regret", WORST_LIMIT),
             )
-        )
+        ]
         per_case = [{**dataclasses.asdict(result.case), **_rest(result)} for result in results]
-        emit({**figures, "results": per_case})
-    return status
+        numbers = [
+            Number(what=goal.name, value=goal.found, unit="%", samples=len(results), most=goal.most)
+            for goal in goals
+        ]
+        emit({**figures, "results": per_case}, numbers)
+        return judged(goals)
 
 
 def _rest(result: Result) -> dict[str, Any]:

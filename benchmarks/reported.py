@@ -33,7 +33,7 @@ from autotune_offload.measure.bench import Bench
 from autotune_offload.paths.stock import stock_path
 from autotune_offload.records import Profile, Workload, histogram
 from autotune_offload.upstream import STOCK_SEQUENCES
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
 
 REPORTED_SECONDS = {"implicit_upcast": 25.6033, "bounce_buffer": 1.17431, "explicit_upcast": 0.3092}
 """Backward of the 3B model, PR 6962."""
@@ -159,9 +159,9 @@ def _ms(seconds: float) -> str:
 def main() -> int:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    add_output(parser, records=False)
     options = parser.parse_args()
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         reports = [gh200_3b(), gh200_llama_7b(), gaudi2_bert()]
         for report in reports:
             print(_table(report, whole=report.model == "3B"), end="\n\n")

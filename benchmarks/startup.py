@@ -31,7 +31,8 @@ from pathlib import Path
 
 from autotune_offload.engine.trainee import single_process_environment, stock_config
 from benchmarks.goals import Goal, judged
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
+from benchmarks.results import median
 
 IMPORT = "import autotune_offload"
 SCRIPT = Path(sys.executable).with_name("autotune-offload")
@@ -165,12 +166,12 @@ def modules_loaded() -> list[str]:
 def main() -> int:
     """Prints every figure; 1 where one is over its limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    add_output(parser)
     parser.add_argument("-n", type=int, default=15, metavar="ROUNDS", help="counted rounds, 2 or more (15)")
     options = parser.parse_args()
     if options.n < 2:
         parser.error(f"-n {options.n}: quartiles need at least 2 rounds")
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         figures = []
         with tempfile.TemporaryDirectory() as cache:
             os.environ["AUTOTUNE_OFFLOAD_CACHE"] = cache
@@ -191,7 +192,11 @@ def main() -> int:
             )
             for figure in figures
         )
-        emit({"figures": [dataclasses.asdict(figure) for figure in figures], "modules": modules})
+        numbers = [
+            median(figure.name, figure.raw_seconds, scale=1e3, most=figure.limit_seconds * 1e3)
+            for figure in figures
+        ]
+        emit({"figures": [dataclasses.asdict(figure) for figure in figures], "modules": modules}, numbers)
     return status
 
 

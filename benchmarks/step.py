@@ -46,7 +46,8 @@ from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.host import software
 from autotune_offload.records import Candidate
 from benchmarks.gradient_path import ROWS, WIDTH, mlp
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
+from benchmarks.results import Number, pair
 
 CASES = ("both offloads", "optimizer only", "clipped")
 METRICS = ("step_phase", "train_step")
@@ -225,6 +226,16 @@ def summary(
     return found
 
 
+def numbers(case: dict[str, Any]) -> Iterator[Number]:
+    """One case as numbers to record."""
+    for metric, words in zip(METRICS, ("step phase", "training step"), strict=True):
+        raw = (case[f"{metric}_{way}_seconds"]["raw"] for way in ("stock", "ours"))
+        yield from pair(f"{words}, {case['case']}", *raw)
+    yield Number(
+        what=f"the pass over the floor, {case['case']}", value=case["floor_ratio"], samples=case["pairs"]
+    )
+
+
 def show(case: dict[str, Any]) -> None:
     """One case as lines."""
     print(
@@ -245,14 +256,14 @@ def show(case: dict[str, Any]) -> None:
 def main() -> int:
     """Run the cases and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    add_output(parser)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None, help="host threads of the pass (all CPUs)")
     parser.add_argument("--cases", nargs="*", default=CASES, choices=CASES)
     options = parser.parse_args()
     if options.pairs < 2:
         parser.error(f"--pairs {options.pairs}: quartiles need at least 2")
-    with reporting(options.json) as emit, single_process_environment():
+    with reporting(options) as emit, single_process_environment():
         cases = []
         for name in options.cases:
             cases.append(run_case(name, options.threads or AcceleratorDevice().most_threads(), options.pairs))
@@ -264,7 +275,8 @@ def main() -> int:
                 "bit_identical": identical,
                 "deepspeed": software().deepspeed,
                 "cases": cases,
-            }
+            },
+            [number for case in cases for number in numbers(case)],
         )
     return 0 if identical else 1
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from autotune_offload.machine import adam, compiled
 from autotune_offload.machine.accelerator import AcceleratorDevice
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
+from benchmarks.results import median
 from benchmarks.step import Floor
 
 BUILDS = {
@@ -96,11 +97,11 @@ def same(builds: list[Build]) -> bool:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    add_output(parser)
     parser.add_argument("--elements", type=int, default=1 << 25)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         threads, able = AcceleratorDevice().most_threads(), flags_of_processor()
         builds: dict[str, Any] = {
             name: Build(flags, options.elements, threads)
@@ -127,7 +128,8 @@ def main() -> int:
             print(
                 f"  {name:16s} {middle * 1e3:6.1f} ms (IQR {(high - low) * 1e3:.1f})   {ratio:.2f} of the floor"
             )
-        emit({"threads": threads, "identical": identical, "builds": found})
+        numbers = [median(f"the pass, {name}", each, scale=1e3) for name, each in taken.items()]
+        emit({"threads": threads, "identical": identical, "builds": found}, numbers)
     return 0 if identical else 1
 
 

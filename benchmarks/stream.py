@@ -39,7 +39,8 @@ from autotune_offload.measure.measure import curve
 from autotune_offload.records import Plan
 from autotune_offload.spread import interquartile_range
 from benchmarks.goals import Goal, judged
-from benchmarks.output import reporting
+from benchmarks.output import add_output, reporting
+from benchmarks.results import Number
 
 LOWEST, HIGHEST = 0.9, 1.1
 _LEAST_ROUNDS = 2
@@ -149,13 +150,13 @@ def compare(
 def main() -> int:
     """Prints every case; 1 where a ratio is outside."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    add_output(parser)
     parser.add_argument("-n", type=int, default=11, metavar="ROUNDS", help="counted rounds, 2 or more (11)")
     parser.add_argument("--seconds", type=float, default=140, help="after which no round is begun (140)")
     options = parser.parse_args()
     if options.n < 2:
         parser.error(f"-n {options.n}: quartiles need at least 2 rounds")
-    with reporting(options.json) as emit:
+    with reporting(options) as emit:
         device, cache_bytes = AcceleratorDevice(), host.facts().last_level_cache_bytes
         size = 1 << (CACHES * cache_bytes - 1).bit_length()
         print(f"copies of {size:,} bytes; last-level cache {cache_bytes:,} bytes", flush=True)
@@ -174,7 +175,20 @@ def main() -> int:
             )
             for case in cases
         )
-        emit({"bytes": size, "cases": [dataclasses.asdict(case) for case in cases]})
+        emit(
+            {"bytes": size, "cases": [dataclasses.asdict(case) for case in cases]},
+            [
+                Number(
+                    what=f"our copy rate over a plain copy's, {case.threads} threads",
+                    value=case.ratio,
+                    iqr=case.ratio_iqr,
+                    samples=len(case.raw_our_gbps),
+                    least=LOWEST,
+                    most=HIGHEST,
+                )
+                for case in cases
+            ],
+        )
     return status
 
 
