@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --qui
 # Removes the locks of builds that were killed: torch would wait for them for ever.
 CLEAR_LOCKS := $(BIN)/python -m tests.op_builds
 
-.PHONY: help demo test test-long matrix matrix-half lint format docs bench clean
+.PHONY: help demo test test-long matrix matrix-half lint format docs pictures bench clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -68,6 +68,9 @@ format: $(STAMP)  ## rewrite in the house format
 
 docs: $(STAMP)  ## the documentation as a site in build/docs; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+
+pictures: $(STAMP)  ## every picture of README.md and docs/ anew; screenshots need a Chromium
+	$(BIN)/python docs/draw.py
 
 bench: $(STAMP)  ## what the README claims, measured here
 	@$(CLEAR_LOCKS)

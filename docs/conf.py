@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ def add_topics(app: Any, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("TOPICS", "\n".join(page for page in pages if page not in listed))
 
 
+def copy_pictures(app: Any, exception: Exception | None) -> None:
+    """Lay them where a page's `<picture>` looks for them, which Sphinx does not read."""
+    if exception is None and app.builder.format == "html":
+        shutil.copytree(Path(app.srcdir) / "pictures", Path(app.outdir) / "pictures", dirs_exist_ok=True)
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_topics)
+    app.connect("build-finished", copy_pictures)
