@@ -42,6 +42,12 @@ MASTERS_PINNED_AS_TOLD_SINCE = Version("0.18.3")
 """Before, stages 1 and 2 pin their fp32 weights whatever ``pin_memory`` says (`stage_1_and_2.py`; read in 0.16.9,
 0.18.0 and 0.19.8, the release from PR 7689)."""
 
+LOSES_GRADIENTS_SINCE, SUMS_RIGHT_SINCE = Version("0.15.2"), Version("0.19.0")
+"""Between them stage 2 with its optimizer on the host stores the sum of accumulated gradients after the first
+micro-step only, so that of three or more the ones in the middle are lost: only the first and the last count
+(`stage_1_and_2.py`, async_accumulate_grad_in_cpu_via_gpu; read in 0.15.1, 0.15.2, 0.18.9 and 0.19.0, run in 0.18.9 and
+0.19.8; PR 6550 and PR 7967). Stage 1 reduces at the boundary alone and is not hit."""
+
 HALF_BUFFER_SINCE = Version("0.17.0")
 """The first DeepSpeed whose stages 1 and 2 keep a 16-bit copy of the weights on the host (`stage_1_and_2.py`,
 param_buffer_of_bit16_for_cpu_offload_groups; PR 7309; 0.16.9 has none, 0.18.0 has it)."""
@@ -64,6 +70,17 @@ def parse_version(text: str) -> Version:
 def pins_by_default(version: str) -> bool:
     """What DeepSpeed `version` takes an absent ``pin_memory`` as. Raises ConfigError if it is no version."""
     return parse_version(version).release >= Version(PINS_BY_DEFAULT_SINCE).release
+
+
+def loses_gradients(version: str, stage: int, accumulation_steps: int) -> bool:
+    """Whether DeepSpeed `version` trains on with less than the gradients, its optimizer being on the host.
+
+    Raises:
+        ConfigError: if `version` is no version.
+    """
+    release = parse_version(version).release
+    affected = LOSES_GRADIENTS_SINCE.release <= release < SUMS_RIGHT_SINCE.release
+    return affected and stage == 2 and accumulation_steps >= 3
 
 
 # -- its configuration ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from autotune_offload.api import reached, voice
 from autotune_offload.api.call import configuration, emptied, init_distributed, named, working
 from autotune_offload.api.confirming import put_in
 from autotune_offload.api.deciding import (
+    SWITCHED_OFF,
     Decided,
     decided_or_not,
     switched_off,
@@ -27,11 +28,12 @@ from autotune_offload.api.deciding import (
 from autotune_offload.api.given import Asked
 from autotune_offload.api.notices import DOCTOR, cause, log, warn
 from autotune_offload.api.report import Report, reports, shown
-from autotune_offload.config import equal_keys, reading
+from autotune_offload.config import equal_keys, lost_gradients, reading
 from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.step_attach import attach_step
 from autotune_offload.errors import ProfileError
+from autotune_offload.machine import host
 from autotune_offload.profiles.store import Store
 from autotune_offload.ranks import group
 from autotune_offload.records import Profile, Record, Workload
@@ -77,6 +79,7 @@ def carried_out(
     with contextlib.suppress(Exception):  # an engine that takes no weak reference has no report
         reports[result[0]] = call.decided.report
     carried = structs.replace(_carried_out(result[0], call.decided), step=_step(result[0], call.decided))
+    carried = _with_what_is_lost(result[0], carried)
     reached.say(None if carried.profile is not None else "; ".join(carried.notices))
     with contextlib.suppress(Exception):
         reports[result[0]] = carried
@@ -213,6 +216,9 @@ def tune_config(
     """
     given = reading.read(config)
     decided = decided_or_not(given, Asked(model=model, autotune=autotune, workload=workload))
+    lost = None if switched_off(autotune) else lost_gradients.lost_by(given, host.software().deepspeed)
+    if lost is not None:
+        warn(lost.sentence)
     for notice in decided.report.notices:
         log.info("%s", notice)
     return given if decided.config is None else decided.config
@@ -271,6 +277,21 @@ def _carried_out(engine: Any, decided: Decided) -> Report:
         warn(f"the {choice.path} path was not attached: {cause(error)}; {DOCTOR}", error)
         status = Status(why_not=cause(error))
     return structs.replace(decided.report, path=status)
+
+
+def _with_what_is_lost(engine: Any, report: Report) -> Report:
+    """The report with a warning where this release of DeepSpeed will leave gradients out; of the engine itself."""
+    with contextlib.suppress(Exception):  # an engine of another kind has no such optimizer
+        if report.notices != (SWITCHED_OFF,) and engine.optimizer.cpu_offload:
+            lost = lost_gradients.lost(
+                host.software().deepspeed,
+                int(engine.zero_optimization_stage()),
+                int(engine.gradient_accumulation_steps()),
+            )
+            if lost is not None:
+                warn(lost.sentence)
+                return structs.replace(report, notices=(lost.sentence, *report.notices))
+    return report
 
 
 def _step(engine: Any, decided: Decided) -> StepStatus | None:

@@ -72,7 +72,7 @@ def _refuse_the_input(config: Path, output: Path | None) -> None:
 
 
 def _tune(config: Path, profile: Profile) -> tuple[dict[str, Any], Tuned]:
-    from autotune_offload.config import block, reading, tune
+    from autotune_offload.config import block, lost_gradients, reading, tune
     from autotune_offload.machine import host
 
     before = reading.read(config)
@@ -81,9 +81,15 @@ def _tune(config: Path, profile: Profile) -> tuple[dict[str, Any], Tuned]:
         off = f'"{block.BLOCK}": {{"enabled": false}} in {config}: nothing was tuned'
         return before, tune.Tuned(config=before, changes=(), notices=(off,))
     version = host.software().deepspeed
+    lost = lost_gradients.lost_by(before, version)
     # whoever takes the file to plain DeepSpeed has DeepSpeed's own code carry the gradients
     tuned = tune.tune(before, profile.choice, version=version, keep=settings.keep, carried=False)
-    return before, structs.replace(tuned, notices=(*_disagreements(settings, profile.choice), *tuned.notices))
+    notices = (
+        *((lost.sentence,) if lost is not None else ()),
+        *_disagreements(settings, profile.choice),
+        *tuned.notices,
+    )
+    return before, structs.replace(tuned, notices=notices)
 
 
 def _disagreements(settings: Settings, choice: Choice) -> Iterator[str]:

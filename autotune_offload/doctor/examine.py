@@ -167,6 +167,7 @@ CONFIG_CHECKS: dict[str, Check] = {
     "config-auto": _of_config(lambda case, config: config_checks.autos(config, case.version)),
     "config-offload": _of_config(lambda case, config: config_checks.offload(config, case.version)),
     "super-offload": _of_config(lambda case, config: config_checks.super_offload(config, case.version)),
+    "lost-gradients": _of_config(lambda case, config: config_checks.lost(config, case.version)),
     "config-legacy": _of_config(lambda case, config: config_checks.legacy(config, case.version)),
     "config-block": _of_config(lambda case, config: config_checks.block(config)),
     "zero-init": _of_config(

@@ -27,6 +27,7 @@ from autotune_offload.api import voice
 from autotune_offload.api.given import Asked, workload_of
 from autotune_offload.engine.status import Status
 from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
+from autotune_offload.machine import host
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.profiles import lookup
 from autotune_offload.profiles.store import Miss
@@ -339,6 +340,65 @@ def test_tune_config_refuses_what_it_cannot_read() -> None:
     """There is no run that could go on."""
     with pytest.raises(ConfigError, match="no such file"):
         api_initialize.tune_config("absent.json")
+
+
+# -- gradients that DeepSpeed loses ---------------------------------------------------------------
+
+
+class Stage2Engine(Engine):
+    """One that accumulates on the host."""
+
+    def __init__(self, steps: int, stage: int = 2) -> None:
+        self._steps, self._stage = steps, stage
+        self.optimizer = types.SimpleNamespace(cpu_offload=True)  # type: ignore[assignment]
+
+    def zero_optimization_stage(self) -> int:
+        """As DeepSpeed's."""
+        return self._stage
+
+    def gradient_accumulation_steps(self) -> int:
+        """As DeepSpeed's."""
+        return self._steps
+
+
+@pytest.mark.parametrize(
+    ("version", "engine", "autotune", "told"),
+    [
+        ("0.18.9", Stage2Engine(3), None, True),
+        ("0.18.9", Stage2Engine(2), None, False),
+        ("0.18.9", Stage2Engine(3, stage=1), None, False),
+        ("0.19.8", Stage2Engine(3), None, False),
+        ("0.18.9", Stage2Engine(3), False, False),
+    ],
+)
+def test_lost_gradients_are_told_by_the_engine_itself(
+    calls: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    engine: Stage2Engine,
+    autotune: bool | None,
+    told: bool,
+) -> None:
+    """Once, on the log and in the report; a call that is switched off says nothing."""
+    software = structs.replace(host.software(), deepspeed=version)
+    monkeypatch.setattr(host, "software", lambda: software)
+    monkeypatch.setattr(calls, "stub", lambda *args, **kwargs: (engine, None, None, None))
+    made, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=autotune)
+    assert sum("loses gradients" in warning for warning in warnings(caplog)) == told
+    assert sum("loses gradients" in notice for notice in api_report.report(made).notices) == told
+
+
+def test_tune_config_tells_of_lost_gradients_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no engine yet: what the file says counts."""
+    software = structs.replace(host.software(), deepspeed="0.18.9")
+    monkeypatch.setattr(host, "software", lambda: software)
+    config = {**copy.deepcopy(CONFIG), "gradient_accumulation_steps": 4}
+    config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    api_initialize.tune_config(config, model=MODEL)
+    assert sum("loses gradients" in warning for warning in warnings(caplog)) == 1
 
 
 # -- fail open ------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from msgspec import structs
 
 from autotune_offload.cli import apply
 from autotune_offload.config import reading
 from autotune_offload.errors import ConfigError
+from autotune_offload.machine import host
 from autotune_offload.records import Profile
 from tests.factories import make_profile
 from tests.odd_configs import ODD, ORDINARY, PLACES, odd_configs, with_odd
@@ -50,6 +52,18 @@ def test_every_place_of_a_file_takes_every_odd_value(
     """Tuned, or refused with a ConfigError."""
     for odd in ODD:
         applied(with_odd(ORDINARY, place, odd), file, profile)
+
+
+def test_lost_gradients_are_the_first_note(
+    file: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is tuned all the same."""
+    software = structs.replace(host.software(), deepspeed="0.18.9")
+    monkeypatch.setattr(host, "software", lambda: software)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    file.write_text(json.dumps({"gradient_accumulation_steps": 3, "zero_optimization": zero}))
+    _, tuned = apply._tune(file, profile)
+    assert "loses gradients" in tuned.notices[0] and tuned.changes
 
 
 @given(config=odd_configs())

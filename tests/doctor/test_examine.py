@@ -1169,6 +1169,22 @@ def test_superoffload_with_clipping_does_not_overlap(
 
 
 @pytest.mark.parametrize(
+    ("steps", "severities"), [(4, ["will break"]), ("auto", ["notice"]), (2, []), (None, [])]
+)
+def test_lost_gradients_stand_first(
+    case: Case, monkeypatch: pytest.MonkeyPatch, steps: object, severities: list[str]
+) -> None:
+    """A run that goes on and trains wrongly is the worst there is; "auto" may become such a one."""
+    installed(monkeypatch, deepspeed="0.18.9")
+    config: dict[str, object] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    if steps is not None:
+        config["gradient_accumulation_steps"] = steps
+    findings = found(replace(case, config=config), "lost-gradients")
+    assert [finding.severity for finding in findings] == severities
+    assert all("0.19.0 or newer" in finding.fix for finding in findings)
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [
         ('{"train_batch_size": 8}', 0),

@@ -50,6 +50,8 @@ attribute. The default tests run the installed version, 0.19.8."""
 LONGER = ("fp16", "habits")
 """Groups that together take half the time."""
 GROUPS = ("bf16", "fp16", "fp32", "parameters", "checkpointing", "habits", "host", "ranks")
+SUMS = "sums"
+"""Whether stages 1 and 2 accumulate all gradients, where `upstream` says that they do."""
 STEP_GROUPS = ("step", "step_ranks")
 """With DeepSpeed's CPU Adam, which is compiled for each version, in about a minute: in the matrix only."""
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -117,9 +119,11 @@ def run(version: str | None, groups: Iterable[str], limit_seconds: float = LIMIT
     What a process printed last is a difference of its own where it ends early.
     """
     groups, deadline = list(groups), time.monotonic() + limit_seconds
-    apart = {*LONGER, *STEP_GROUPS, "ranks"}
+    apart = {*LONGER, *STEP_GROUPS, SUMS, "ranks"}
     halves = [[g for g in groups if g in LONGER], [g for g in groups if g not in apart]]
     results = _finished([_start(version, half, 0, 1, free_port()) for half in halves if half], deadline)
+    if SUMS in groups:
+        results += _finished([_start(version, [SUMS], 0, 1, free_port())], deadline)
     if "step" in groups:
         results += _finished([_start(version, ["step"], 0, 1, free_port())], deadline)
     for group in ("ranks", "step_ranks"):
@@ -130,7 +134,9 @@ def run(version: str | None, groups: Iterable[str], limit_seconds: float = LIMIT
 
 
 def _start(version: str | None, groups: list[str], rank: int, ranks: int, port: int) -> subprocess.Popen[str]:
-    module = "tests.matrix.step" if set(groups) <= set(STEP_GROUPS) else "tests.matrix.driver"
+    module = "tests.matrix.sums" if groups == [SUMS] else "tests.matrix.driver"
+    if set(groups) <= set(STEP_GROUPS):
+        module = "tests.matrix.step"
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", module, *groups],
         cwd=CHECKOUT,
@@ -194,7 +200,7 @@ def main() -> int:
         "versions", nargs="*", metavar="VERSION", help=f"of {', '.join(VERSIONS)}: all of them"
     )
     parser.add_argument("--half", action="store_true", help=f"{', '.join(HALF)}, which tell the most")
-    every = (*GROUPS, *STEP_GROUPS)
+    every = (*GROUPS, SUMS, *STEP_GROUPS)
     parser.add_argument("--groups", nargs="*", default=every, choices=every)
     options = parser.parse_args()
     versions = options.versions or (HALF if options.half else VERSIONS)

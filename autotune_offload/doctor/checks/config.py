@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from autotune_offload.config import block as config_block
-from autotune_offload.config import mistakes, sections
+from autotune_offload.config import lost_gradients, mistakes, sections
 from autotune_offload.config.sections import section
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import Finding, Profile
@@ -159,6 +159,19 @@ def super_offload(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
             "since it has to know the norm first",
             costs="the overlap with the backward pass, which SuperOffload is used for",
             fix='"gradient_clipping": 0 if the training allows it, with the framework\'s own (max_grad_norm) off too',
+        )
+
+
+def lost(config: Mapping[str, Any], version: str) -> Iterator[Finding]:
+    """Stage 2 in a release that leaves accumulated gradients out: training goes on, and goes wrong."""
+    mistake = lost_gradients.lost_by(config, version)
+    if mistake is not None:
+        yield Finding(
+            id="lost-gradients",
+            severity="will break" if mistake.refused else "notice",
+            found=mistake.found,
+            costs="the model is trained on a part of each batch",
+            fix=mistake.fix,
         )
 
 
