@@ -47,7 +47,25 @@ def test_a_tag_is_tested_before_it_is_built_and_built_before_it_is_published() -
     found = read(WORKFLOW)
     assert found[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads the key `on` as true
     jobs = found["jobs"]
-    assert (jobs["build"]["needs"], jobs["publish"]["needs"]) == ("test", "build")
+    assert (jobs["build"]["needs"], jobs["wheel"]["needs"]) == ("test", "test")
+    assert jobs["publish"]["needs"] == ["build", "wheel"]
+
+
+def test_what_is_published_has_the_passes_for_two_architectures_and_a_pure_wheel() -> None:
+    """Each artifact has a name of its own, and all of them are fetched; the variable is the build hook's."""
+    jobs = read(WORKFLOW)["jobs"]
+    runners = jobs["wheel"]["strategy"]["matrix"]["runner"]
+    assert len(runners) == 2 and sum("arm" in runner for runner in runners) == 1
+    variables = {
+        name for job in ("build", "wheel") for step in jobs[job]["steps"] for name in step.get("env", {})
+    }
+    assert variables == {"AUTOTUNE_OFFLOAD_WHEEL"}
+    assert 'VARIABLE = "AUTOTUNE_OFFLOAD_WHEEL"' in (CHECKOUT / "hatch_build.py").read_text(encoding="utf-8")
+    uploaded = [step["with"]["name"] for job in ("build", "wheel") for step in jobs[job]["steps"]
+                if "upload-artifact" in step.get("uses", "")]  # fmt: skip
+    assert len(set(uploaded)) == 2 and all(name.startswith("dist") for name in uploaded)
+    (fetched,) = (step["with"] for step in jobs["publish"]["steps"] if "download-artifact" in step["uses"])
+    assert (fetched["pattern"], fetched["merge-multiple"]) == ("dist*", True)
 
 
 def test_only_the_job_that_publishes_may_identify_itself() -> None:

@@ -18,6 +18,7 @@ from autotune_offload.engine.entrants import OWN_NAME
 from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.tally import Carried, Shares
+from autotune_offload.machine import compiled
 from autotune_offload.records import Change, Profile, Record
 
 reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
@@ -40,6 +41,8 @@ class Report(Record, frozen=True, kw_only=True):
     """What has become of the step; None where it is DeepSpeed's without a question."""
     pinned_bytes: Mapping[str, int] = msgspec.field(default_factory=dict)
     """What is really page-locked for this engine, by buffer."""
+    passes: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Where the compiled passes that this process has asked for come from, or why there is none."""
 
     def text(self) -> str:
         """The report in plain lines: choice, reasons, changed keys, notices."""
@@ -122,8 +125,10 @@ class Report(Record, frozen=True, kw_only=True):
         pinned = [
             f"  {name}: {count:,} bytes page-locked" for name, count in self.pinned_bytes.items() if count
         ]
+        passes = [f"  {name}: {origin}" for name, origin in self.passes.items()]
         notes = [f"  - {notice}" for notice in self.notices]
-        return ["page-locked:", *pinned] * bool(pinned) + ["notes:", *notes] * bool(notes)
+        sections = (("page-locked:", pinned), ("passes over host memory:", passes), ("notes:", notes))
+        return [line for heading, lines in sections if lines for line in (heading, *lines)]
 
 
 def _by_whom(path: Status) -> str:
@@ -184,7 +189,7 @@ def report(engine: Any) -> Report:
     except TypeError:  # nothing that an engine could be
         return _FOREIGN
     attach.status(engine)  # which looks who is called now
-    return structs.replace(known or _FOREIGN, pinned_bytes=page_locked(engine))
+    return structs.replace(known or _FOREIGN, pinned_bytes=page_locked(engine), passes=compiled.used())
 
 
 _FOREIGN = Report(profile=None, notices=("this engine was not made by autotune_offload.initialize",))
