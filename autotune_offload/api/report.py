@@ -98,9 +98,12 @@ class Report(Record, frozen=True, kw_only=True):
             return "by DeepSpeed's own code, beside which one compiled pass is being compared"
         steps = f"the first {step.check.steps} steps"
         words = f"{step.check.elements:,} values of {steps} were DeepSpeed's own to the last bit"
-        if step.choice is None:
+        if step.threads is None and step.confirmed is None:
             return f"in turn by DeepSpeed's own code and by one compiled pass, which are being timed; {words}"
-        return f"by one compiled pass; {words}; {step.choice.reason}"
+        if step.confirmed is None:
+            return f"by one compiled pass; {words}"
+        again = ", which is being timed again" if step.threads is None else ""
+        return f"by one compiled pass{again}; {words}; {step.confirmed.sentence()}"
 
     def _times(self, path: Status) -> str:
         """With the path and without; medians of accumulations."""
