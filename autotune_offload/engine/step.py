@@ -26,6 +26,7 @@ from autotune_offload.engine.step_check import CHECKED_ELEMENTS, CHECKED_STEPS, 
 from autotune_offload.engine.step_contest import StepContest
 from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
+from autotune_offload.machine.ranges import named
 from autotune_offload.upstream import CPU_ADAM_OPERATION, DESTROY, POST_STEP, REASSIGN, UNFLATTEN, UNSCALE
 
 _KEPT_TIMES = 100
@@ -193,8 +194,10 @@ class StepAttachment:
         if at.sample is not None:
             return self._own_with_sample(call, at.sample)
         if not at.fuses:
-            return call.own(call.memory)
-        return self._by_the_pass(fused, call, at)
+            with named(self._device, "DeepSpeed's Adam"):
+                return call.own(call.memory)
+        with named(self._device, f"the pass, host threads: {self._way}"):
+            return self._by_the_pass(fused, call, at)
 
     def _by_the_pass(self, fused: FusedAdam, call: Call, at: _SubGroup) -> Any:
         to = step_stage3.target(self._optimizer, at.number, self._device)
@@ -279,14 +282,12 @@ class StepAttachment:
             return
         if way != OWN and not self._exploring:
             self.status.seconds = (*self.status.seconds, seconds)[-_KEPT_TIMES:]
-        contest = self._contest
-        if contest is None:
+        if (contest := self._contest) is None:
             return
-        is_own = contest.over(seconds)
-        self.status.confirmed = contest.confirmed
+        is_own, self.status.confirmed = contest.over(seconds), contest.confirmed
         self.status.threads = None if contest.exploring else contest.threads
-        if is_own and contest.confirmed is not None:
-            self.status.why_not = contest.confirmed.sentence()
+        if is_own:
+            self.status.why_not = "" if contest.confirmed is None else contest.confirmed.sentence()
             self._take_pass_out()
 
     @property
@@ -296,7 +297,8 @@ class StepAttachment:
     def _arrive(self, fused: FusedAdam) -> None:
         """Wait for what is on its way to the device; should that fail, DeepSpeed brings it there once more."""
         try:
-            fused.pieces.drain()
+            with named(self._device, "wait for the step's weights"):
+                fused.pieces.drain()
         except Exception as error:
             again = list(self._delivered)
             self._delivered.clear()

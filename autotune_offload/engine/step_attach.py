@@ -16,6 +16,8 @@ from autotune_offload.errors import in_words
 from autotune_offload.machine import adam
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
+from autotune_offload.machine.ranges import keep_ranges
+from autotune_offload.machine.spans import Kept
 from autotune_offload.paths.pieces import Pieces, thread_counts
 from autotune_offload.paths.step_stages import PIECE_ELEMENTS
 from autotune_offload.records import Record
@@ -47,6 +49,7 @@ class _Entry(msgspec.Struct, frozen=True):
     attachment: weakref.ref[StepAttachment]
     status: StepStatus
     pieces: Pieces | None
+    kept: Kept
 
 
 _entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
@@ -87,7 +90,7 @@ def attach_step(
     attachment = _attachment(optimizer, device, fused, spec, check=check, tell=tell)
     attachment.replace_methods()
     pieces = fused.pieces if isinstance(fused, FusedAdam) else None
-    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status, pieces)
+    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status, pieces, keep_ranges(device))
     return attachment.status
 
 
@@ -102,6 +105,12 @@ def step_status(engine: Any) -> StepStatus | None:
     """What has become of the step of `engine`; None where nothing was attached."""
     entry = _entries.get(engine)
     return None if entry is None else entry.status
+
+
+def kept_step_ranges(engine: Any) -> Kept | None:
+    """The latest ranges of the step of `engine`; None where nothing was attached."""
+    entry = _entries.get(engine)
+    return None if entry is None else entry.kept
 
 
 def step_pinned_bytes(engine: Any) -> int:
