@@ -45,7 +45,7 @@ def test_torchs_profiler_has_it_where_it_is_at_work() -> None:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with profiler, named(device, "outer"), named(device, "inner"):
         torch.zeros(4)
-    events = {event.name: event for event in profiler.events()}
+    events = {event.name: event for event in profiler.events()}  # type: ignore[no-untyped-call]
     inner = events[f"{PREFIX}inner"]
     assert inner.cpu_parent is not None and inner.cpu_parent.name == f"{PREFIX}outer"
 
