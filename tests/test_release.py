@@ -19,6 +19,7 @@ else:
     tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from Python 3.11 on")
 
 WORKFLOW = CHECKOUT / ".github" / "workflows" / "release.yml"
+CI = CHECKOUT / ".github" / "workflows" / "ci.yml"
 MAKEFILE = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -88,6 +89,25 @@ def test_the_workflow_runs_what_exists() -> None:
     assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
     modules = {line.split()[2] for line in lines if line.startswith("python -m ")}
     assert modules == {"pip", "hatchling"}
+
+
+def test_every_version_of_python_that_is_named_is_run() -> None:
+    """The classifiers are what CI has, the oldest is required, and what CI runs is there."""
+    jobs = read(CI)["jobs"]
+    full = [
+        step["with"]["python-version"] for step in jobs["everything"]["steps"] if "setup-python" in str(step)
+    ]
+    versions = [*full, *jobs["quick"]["strategy"]["matrix"]["python"]]
+    named = [found[1] for each in project()["classifiers"] if (found := re.search(r":: (3\.\d+)$", each))]
+    assert sorted(versions, key=_number) == named
+    assert project()["requires-python"] == f">={named[0]}"
+    lines = commands(jobs)
+    assert lines == ["bash .ci/run", "make test-quick"]
+    assert (CHECKOUT / ".ci" / "run").exists() and "\ntest-quick: lint " in MAKEFILE
+
+
+def _number(version: str) -> int:
+    return int(version.removeprefix("3."))
 
 
 def test_the_tag_is_held_against_lines_that_are_there() -> None:
