@@ -31,14 +31,16 @@ from autotune_offload.decide.entrant import Entrant
 from autotune_offload.decide.race import Race
 from autotune_offload.decide.reasons import words
 from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.machine.device import Device
 from autotune_offload.measure.bench import Bench
 from autotune_offload.paths.page_locking import PinRules
-from autotune_offload.records import Candidate, Profile, Settings
+from autotune_offload.records import Candidate, Profile, Settings, Workload
 from benchmarks.goals import Goal, judged
 from benchmarks.output import add_output, reporting
 from benchmarks.results import median
 
 LIMIT = 1.05
+_LEAST_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +64,12 @@ class Repeat:
         )
 
 
-def sweep(profile: Profile, rounds: int) -> list[Entrant[Candidate]]:
-    """Every candidate that the limits of the profile admit, timed `rounds` times in turn."""
-    device, workload = AcceleratorDevice(), profile.workload
+def sweep(profile: Profile, rounds: int, device: Device, until: float = math.inf) -> list[Entrant[Candidate]]:
+    """Every candidate that the limits of the profile admit, timed `rounds` times in turn.
+
+    After `until`, on the device's clock, no further round is begun, but for the first two.
+    """
+    workload = profile.workload
     rules = PinRules(workload=workload, pin=profile.pin, limits=profile.limits)
     admitted = [c for c in grid(device, workload, Settings()) if rules.against(c) is None]
     entrants = [Entrant(record=c) for c in admitted]
@@ -72,14 +77,15 @@ def sweep(profile: Profile, rounds: int) -> list[Entrant[Candidate]]:
         bench = Bench(device, workload, _elements(profile, device))
         try:
             with Race(device, bench, entrants, deadline=math.inf) as race:
-                for _ in range(rounds):
-                    race.round()
+                for number in range(rounds):
+                    if number < _LEAST_ROUNDS or device.now() < until:
+                        race.round()
         finally:
             bench.close()
     return [e for e in entrants if e.timed]
 
 
-def _elements(profile: Profile, device: AcceleratorDevice) -> int:
+def _elements(profile: Profile, device: Device) -> int:
     """The sample that the probe would take with all the time in the world."""
     plan, cache_bytes = load_plan(profile.plan), profile.host.last_level_cache_bytes
     memory_bytes = profile.limits.measuring_bytes
@@ -88,10 +94,21 @@ def _elements(profile: Profile, device: AcceleratorDevice) -> int:
     )
 
 
-def repeat(budget_seconds: float | None, rounds: int) -> Repeat:
-    """One probe, and the sweep that judges it."""
-    profile = probe(budget_seconds=budget_seconds)
-    ranked = sorted(sweep(profile, rounds), key=lambda e: e.median)
+def repeat(
+    budget_seconds: float | None,
+    rounds: int,
+    device: Device | None = None,
+    seconds: float = math.inf,
+    workload: Workload | None = None,
+) -> Repeat:
+    """One probe, and the sweep that judges it, which begins no round after so many seconds.
+
+    On DeepSpeed's accelerator if `device` is None, of a probe's own default if `workload` is None.
+    """
+    device = device or AcceleratorDevice()
+    until = device.now() + seconds
+    profile = probe(budget_seconds=budget_seconds, device=device, workload=workload)
+    ranked = sorted(sweep(profile, rounds, device, until), key=lambda e: e.median)
     chosen = next(e for e in ranked if key(e.record) == key(profile.choice))
     return Repeat(
         path=profile.choice.path,
