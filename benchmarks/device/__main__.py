@@ -23,6 +23,7 @@ from benchmarks.device.results import Outcome
 from tests import shared_memory
 
 LEAST_MINUTES = 0.5
+LEAST_SECONDS = 1.0
 _RESERVE_SECONDS = 2.0
 """For ending the last part and writing the page."""
 
@@ -41,7 +42,10 @@ class Run:
         for index, (part, outcome) in enumerate(zip(self.parts, self.outcomes, strict=True)):
             left = self.began + self.seconds - _RESERVE_SECONDS - time.monotonic()
             limit = limit_seconds(left, self.parts[index:])
-            print(f"{index + 1}/{len(self.parts)} {part.title}: at most {limit:.0f} s", flush=True)
+            print(f"{index + 1}/{len(self.parts)} {part.title}: at most {max(limit, 0):.0f} s", flush=True)
+            if limit < LEAST_SECONDS:
+                outcome.why = "no time was left; give more --minutes"
+                continue
             try:
                 perform(outcome, self.folder, limit, options)
             finally:

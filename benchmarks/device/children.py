@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ _SOFT_SHARE = 0.9
 """Of its limit after which a part begins nothing more: what it is at must come to its end."""
 
 _LOOK_SECONDS = 0.05
+_GONE_SECONDS = 5.0
 _LAST_WORDS = 300
 
 
@@ -75,7 +77,10 @@ def _wait(command: Sequence[str], out: int, until: float) -> int | None:
                 time.sleep(_LOOK_SECONDS)
     finally:
         end_session(process.pid)
-        process.wait()
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # one that hangs in a driver ends when that lets it
+            process.wait(_GONE_SECONDS)
     return process.returncode if ended else None
 
 

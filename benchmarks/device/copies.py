@@ -118,13 +118,13 @@ def _events(device: Device) -> tuple[Any, Any] | None:
 
 def tflops(device: Device) -> float:
     """1e12 operations a second of the matrix products that stand for compute in a probe's trials."""
-    square = torch.zeros(SQUARE, SQUARE, dtype=torch.bfloat16, device=device.empty(1, torch.uint8).device)
+    square, out = (device.empty(SQUARE**2, torch.bfloat16).zero_().view(SQUARE, SQUARE) for _ in range(2))
     seconds = []
     for _ in range(REPEATS):
         device.synchronize()
         began = time.perf_counter()
         for _ in range(_PRODUCTS):
-            torch.mm(square, square)
+            device.matmul(out, square, square)
         device.synchronize()
         seconds.append(time.perf_counter() - began)
     return 2 * SQUARE**3 * _PRODUCTS / statistics.median(seconds) / 1e12

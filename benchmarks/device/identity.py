@@ -2,7 +2,8 @@
 
 Every case trains twice, by DeepSpeed's own code and by ours, and after each step all that can be seen is compared to
 the bit. Sleeps of drawn lengths stand before our copies, casts, sums and events, and in the compute stream, so that a
-wait that is missing somewhere lets somebody read memory before its values are there. A case's number is its seed.
+wait that is missing somewhere lets somebody read memory before its values are there. A case's number is its seed. As a
+control DeepSpeed's own code trains twice: where that differs, the device computes otherwise from run to run.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from benchmarks.device.scene import Scene, real_kind
 from benchmarks.device.sleeps import SleepyDevice, hold_up_backward, sleeper
 from benchmarks.device.training import trainable
 from tests.matrix import driver
 from tests.matrix import step as with_adam
 from tests.matrix.driver import LARGE, SMALL_BUCKET, SMALL_SUB_GROUP, Case, Spec
+
+_CONTROL_STEPS = 50
 
 Compare = Callable[[Callable[[Any], Any] | None], dict[str, Any]]
 
@@ -31,12 +36,22 @@ def run(scene: Scene) -> None:
         sleeps="before copies, casts, sums, events and in the compute stream" if sleep else None,
         cases=results,
     )
+    torch.use_deterministic_algorithms(True, warn_only=True)
     with trainable():
+        scene.keep(control=control(scene))
         for number, (name, compare) in scene.in_time(list(enumerate(_cases(scene)))):
             held = _Held(scene, sleep, number)
             result = compare(held.prepare)
             results.append({**result, "name": name, "sleeps": held.slept})
             scene.keep(cases=results)
+
+
+def control(scene: Scene) -> str | None:
+    """DeepSpeed's own code against itself: what differs there is nothing that a path has done."""
+    case = dataclasses.replace(
+        next(chosen(locks=False)), steps=min(scene.sizes.steps, _CONTROL_STEPS), overlap=True
+    )
+    return driver.train(case, None).difference(driver.train(case, None))
 
 
 class _Held:

@@ -224,7 +224,9 @@ def identity(found: dict[str, Any], document: dict[str, Any]) -> Lines:
     """Each case."""
     del document
     sleeps = found.get("sleeps") or "none: this device has no way to hold a stream up"
+    control = found["control"] or "the same"
     yield f"{found['steps']} steps a case, twice; overlap on; sleeps: {sleeps}."
+    yield f"Control, DeepSpeed's own code against itself: {control}."
     yield ""
     rows = [
         (

@@ -26,6 +26,7 @@ def main() -> int:
     options = parser.parse_args()
     _end_with_parent()
     os.environ.setdefault("DS_LOG_LEVEL", "error")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products may differ from run to run
     scene = Scene(
         name=options.name,
         folder=options.folder,

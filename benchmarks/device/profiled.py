@@ -149,7 +149,7 @@ def _traced(engine: Any, batch: torch.Tensor, file: Path) -> None:
 
     engine.optimizer._optimizer_step = named
     activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # the same everywhere
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=activities) as profiler:
         _train(engine, batch)
     profiler.export_chrome_trace(str(file))
 

@@ -205,7 +205,12 @@ def good() -> dict[str, dict[str, Any]]:
             ],
             "failed": [],
         },
-        "identity": {"steps": 200, "sleeps": "everywhere", "cases": [_case("bf16"), _case("step: bf16")]},
+        "identity": {
+            "steps": 200,
+            "control": None,
+            "sleeps": "everywhere",
+            "cases": [_case("bf16"), _case("step: bf16")],
+        },
         "memory": {
             "counted_by": "torch.cuda.host_memory_stats",
             "runs": [_run("DeepSpeed's own", GIB, GIB), _run("staged", GIB + MIB, GIB)],
