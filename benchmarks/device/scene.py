@@ -27,7 +27,10 @@ class Sizes:
     probe_seconds: float | None = None
     quick_probes: int = 5
     copies: tuple[int, ...] = (MIB, 16 * MIB, 256 * MIB)
+    sweeps: int = 3
     sweep_rounds: int = 9
+    sweep_elements: int = 1 << 26
+    """Of the sample at most: 256 MiB of fp32."""
     layers: int = 16
     width: int = 2048
     rows: int = 8192
@@ -42,7 +45,9 @@ SHORT = Sizes(
     probe_seconds=0.5,
     quick_probes=2,
     copies=(MIB // 16, MIB),
+    sweeps=1,
     sweep_rounds=2,
+    sweep_elements=1 << 22,
     layers=2,
     width=256,
     rows=8,

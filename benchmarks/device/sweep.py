@@ -13,11 +13,18 @@ from benchmarks.device.scene import Scene
 def run(scene: Scene) -> None:
     """Probe and sweep as often as time allows; then the quick probes' choices looked up in the first sweep."""
     repeats: list[Any] = []
-    for _ in scene.in_time(range(3), name="repeats_left_out"):
-        sizes = scene.sizes
+    sizes, quick = scene.sizes, scene.told("probes").get("quick", [])
+    ways = {each["way"] for each in quick}
+    for _ in scene.in_time(range(sizes.sweeps), name="repeats_left_out"):
         repeats.append(
             choice.repeat(
-                sizes.probe_seconds, sizes.sweep_rounds, scene.device(), scene.left_seconds, scene.workload()
+                sizes.probe_seconds,
+                sizes.sweep_rounds,
+                scene.device(),
+                scene.left_seconds,
+                scene.workload(),
+                ways,
+                sizes.sweep_elements,
             )
         )
         ratios = [each.ratio for each in repeats]
@@ -26,7 +33,7 @@ def run(scene: Scene) -> None:
             median_ratio=statistics.median(ratios),
             ratios=ratios,
             repeats=[dataclasses.asdict(each) for each in repeats],
-            flipped=flipped(repeats[0], scene.told("probes").get("quick", [])),
+            flipped=flipped(repeats[0], quick),
         )
 
 
