@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune_offload.interruption import Terminated, raising
-from benchmarks.device import page, results
+from benchmarks.device import outcomes, page
 from benchmarks.device.answers import FAILS
 from benchmarks.device.children import CHECKOUT, perform
 from benchmarks.device.claims import Verdict, judged
+from benchmarks.device.outcomes import Outcome
 from benchmarks.device.parts import PARTS, Part, limit_seconds
-from benchmarks.device.results import Outcome
 from tests import shared_memory
 
 LEAST_MINUTES = 0.5
@@ -55,8 +55,8 @@ class Run:
     def write(self) -> list[Verdict]:
         """Results and page, as far as they go."""
         verdicts = judged({outcome.name: outcome.found for outcome in self.outcomes})
-        document = results.document(self.about, self.outcomes, verdicts)
-        results.write(self.folder / "results.json", document)
+        document = outcomes.document(self.about, self.outcomes, verdicts)
+        outcomes.write(self.folder / "results.json", document)
         (self.folder / "page.md").write_text(page.page(document), encoding="utf-8")
         return verdicts
 

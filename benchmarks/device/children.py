@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune_offload.descendants import end_session
-from benchmarks.device import results
-from benchmarks.device.results import Outcome
+from benchmarks.device import outcomes
+from benchmarks.device.outcomes import Outcome
 from benchmarks.device.scene import part_file
 from tests import op_builds
 
@@ -48,7 +48,7 @@ def perform(
         outcome.state, outcome.why = "failed", f"could not be started: {error}"
     finally:
         outcome.seconds = time.monotonic() - began
-        outcome.found = results.read(part_file(folder, outcome.name))
+        outcome.found = outcomes.read(part_file(folder, outcome.name))
 
 
 def _wait(command: Sequence[str], out: int, until: float) -> int | None:

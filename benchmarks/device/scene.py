@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.device import results
+from benchmarks.device import outcomes
 
 if TYPE_CHECKING:
     from autotune_offload.machine.device import Device
@@ -74,11 +74,11 @@ class Scene:
     def keep(self, **found: Any) -> None:
         """On disk from now on, whatever becomes of this process."""
         self.found |= found
-        results.write(part_file(self.folder, self.name), self.found)
+        outcomes.write(part_file(self.folder, self.name), self.found)
 
     def told(self, name: str) -> dict[str, Any]:
         """What an earlier part has found."""
-        return results.read(part_file(self.folder, name))
+        return outcomes.read(part_file(self.folder, name))
 
     @property
     def left_seconds(self) -> float:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.device.children import perform
+from benchmarks.device.outcomes import Outcome
 from benchmarks.device.parts import PARTS, limit_seconds
-from benchmarks.device.results import Outcome
 
 SECONDS = 30.0
 

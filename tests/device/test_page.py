@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from benchmarks.device import results
+from benchmarks.device import outcomes
 from benchmarks.device.claims import judged
+from benchmarks.device.outcomes import Outcome
 from benchmarks.device.page import page, verdict_lines
 from benchmarks.device.page_parts import SECTIONS, table
 from benchmarks.device.parts import PARTS
-from benchmarks.device.results import Outcome
 from tests.device.found import good
 
 ABOUT = {"date": "2026-12-01T10:00:00+00:00", "minutes": 8.0, "commit": "abc", "short": False, "fake": None}
 
 
 def _document(found: dict[str, Any]) -> dict[str, Any]:
-    outcomes = [
+    parts = [
         Outcome(name=part.name, title=part.title, state="done", seconds=1.0, found=found.get(part.name, {}))
         for part in PARTS
     ]
-    return results.document(ABOUT, outcomes, judged(found))
+    return outcomes.document(ABOUT, parts, judged(found))
 
 
 def test_every_part_has_a_section() -> None:
@@ -51,7 +51,7 @@ def test_the_first_lines_say_what_and_where() -> None:
 
 def test_a_run_that_found_nothing_has_a_page() -> None:
     """Interrupted in its first second."""
-    text = page(results.document(ABOUT, [Outcome(name=p.name, title=p.title) for p in PARTS], judged({})))
+    text = page(outcomes.document(ABOUT, [Outcome(name=p.name, title=p.title) for p in PARTS], judged({})))
     assert "20 not measurable here" in text and text.count("not run") == len(PARTS)
 
 
@@ -104,9 +104,9 @@ def test_the_verdicts_on_a_terminal_end_with_what_fails() -> None:
 def test_results_hold_numbers_that_json_has(tmp_path: Any) -> None:
     """An endless time is null, and the file is whole or not there."""
     file = tmp_path / "a" / "results.json"
-    results.write(file, {"a": float("inf"), "b": (1, float("nan")), "c": {"d": 2.5}})
-    assert results.read(file) == {"a": None, "b": [1, None], "c": {"d": 2.5}}
+    outcomes.write(file, {"a": float("inf"), "b": (1, float("nan")), "c": {"d": 2.5}})
+    assert outcomes.read(file) == {"a": None, "b": [1, None], "c": {"d": 2.5}}
     assert [each.name for each in file.parent.iterdir()] == ["results.json"]
     file.write_text("{half", encoding="utf-8")
-    assert results.read(file) == {} and results.read(tmp_path / "none") == {}
+    assert outcomes.read(file) == {} and outcomes.read(tmp_path / "none") == {}
     assert asdict(Outcome(name="a", title="b"))["state"] == "not run"
