@@ -150,23 +150,32 @@ class DeferredDevice(Device):
         if blocking:
             stream.run_to(stream.put)
 
+    def operand(self, tensor: Tensor) -> Tensor:
+        """What queued work refers to it by."""
+        return tensor
+
+    def _queue_copy(self, call: str, destination: Tensor, source: Tensor, *, blocking: bool = False) -> None:
+        to, of = self.operand(destination), self.operand(source)
+        self._queue(call, lambda: to.copy_(of), blocking=blocking)
+
     def d2h(self, destination: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
         blocking = not (non_blocking and self.is_pinned(destination))
-        self._queue("d2h", lambda: destination.copy_(source), blocking=blocking)
+        self._queue_copy("d2h", destination, source, blocking=blocking)
 
     def h2d(self, destination: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
         blocking = not (non_blocking and self.is_pinned(source))
-        self._queue("h2d", lambda: destination.copy_(source), blocking=blocking)
+        self._queue_copy("h2d", destination, source, blocking=blocking)
 
     def h2h(self, destination: Tensor, source: Tensor) -> None:
         self.log.append(("h2h", threading.current_thread().name))
         destination.copy_(source)
 
     def cast(self, destination: Tensor, source: Tensor) -> None:
-        self._queue("cast", lambda: destination.copy_(source))
+        self._queue_copy("cast", destination, source)
 
     def add(self, total: Tensor, addend: Tensor) -> None:
-        self._queue("add", lambda: total.add_(addend))
+        to, of = self.operand(total), self.operand(addend)
+        self._queue("add", lambda: to.add_(of))
 
     def host_add(self, total: Tensor, addend: Tensor) -> None:
         self.log.append(("host_add", threading.current_thread().name))
@@ -176,9 +185,14 @@ class DeferredDevice(Device):
         self._queue("matmul", lambda: None)
 
     def norm(self, source: Tensor) -> Tensor:
-        norm = junk(1, torch.float64).view(())
-        self._queue("norm", lambda: norm.copy_(torch.linalg.vector_norm(source, dtype=torch.float64)))
+        norm = self.norm_memory()
+        to, of = self.operand(norm), self.operand(source)
+        self._queue("norm", lambda: to.copy_(torch.linalg.vector_norm(of, dtype=torch.float64)))
         return norm
+
+    def norm_memory(self) -> Tensor:
+        """Device memory of one fp64 value, shape ()."""
+        return junk(1, torch.float64).view(())
 
     # -- order --
 

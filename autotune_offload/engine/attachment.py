@@ -39,10 +39,9 @@ from autotune_offload.engine.self_check import SelfCheck
 from autotune_offload.engine.stage3 import Stage3
 from autotune_offload.engine.status import Account, Status
 from autotune_offload.engine.tally import By
-from autotune_offload.engine.visible import Events
+from autotune_offload.engine.visible import Events, named
 from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
-from autotune_offload.machine.ranges import named
 from autotune_offload.paths.accumulation import Moment
 from autotune_offload.paths.path import Spec
 from autotune_offload.upstream import (
@@ -299,11 +298,13 @@ class Attachment:
         return [low]
 
     def carry_piece(self, param: Any, gradient: Tensor, moment: Moment, piece: slice) -> bool:
-        """The same of a piece, as if there were no more of it, and its norm; there when this returns, or False."""
+        """The same of a piece, as if there were no more of it, and its norm; there when this returns, or False.
+
+        Nothing may be under way for the partition.
+        """
         destination, entrant = self.stage3.destination(param, gradient), self._contest.present
         assert destination is not None and entrant.delivery is not None
         delivery = entrant.delivery
-        delivery.settle(param)
         low = self.stage3.buffer(param, gradient)[piece]
         values, goal = gradient.contiguous().view(-1)[piece], destination[piece]
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Protocol
 
 import msgspec
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from autotune_offload.machine.device import Device
-from autotune_offload.machine.ranges import named
 from autotune_offload.paths.path import GradientPath, Spec, chunks
 from autotune_offload.paths.threads import HostThreads
 
@@ -64,15 +63,12 @@ class Ring:
         slot = self._slots[0]
         self._empty(slot)
         arrived = slot.buffer[: source.numel()]
-        with named(self._device, "piece into the ring"):
-            self._device.d2h(arrived, source, non_blocking=True)
-            event = self._device.record_event()
+        self._device.d2h(arrived, source, non_blocking=True)
+        event = self._device.record_event()
 
         def work() -> None:
-            with named(self._device, "wait for a piece"):
-                event.synchronize()
-            with named(self._device, "piece out of the ring"):
-                piece.land(arrived)
+            event.synchronize()
+            piece.land(arrived)
 
         slot.arrived, slot.piece, slot.work = arrived, piece, work
         if self._threads.count:
@@ -84,8 +80,7 @@ class Ring:
         if slot.work is None:
             return
         if slot.future is not None:
-            with named(self._device, "wait for a thread"):
-                slot.future.result()
+            slot.future.result()
         else:
             slot.work()
         slot.clear()  # only now: whoever was interrupted comes back
@@ -107,7 +102,7 @@ class Ring:
 
 
 def _succeeded(future: Future[None]) -> bool:
-    wait([future])
+    """Known when it is done: `exception` waits for that."""
     return not future.cancelled() and future.exception() is None
 
 

@@ -1,1 +1,0 @@
-"""What is measured with an accelerator: that it runs without one, reads what it finds rightly, and ends clean."""
