@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --qui
 # Removes the locks of builds that were killed: torch would wait for them for ever.
 CLEAR_LOCKS := $(BIN)/python -m tests.op_builds
 
-.PHONY: help demo test test-long matrix matrix-half lint format docs pictures bench clean
+.PHONY: help demo test test-quick test-long matrix matrix-half lint format docs pictures bench device clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,6 +42,9 @@ demo: $(STAMP)  ## probe this machine, then train a small GPT with what was chos
 test: lint  ## lint, type check and the tests
 	@$(CLEAR_LOCKS)
 	$(BIN)/python -m pytest -q -m 'not matrix and not long'
+
+test-quick: lint  ## lint, type check and the tests that take no seconds and train nothing
+	$(BIN)/python -m pytest -q -m 'not slow and not long and not matrix'
 
 test-long: $(STAMP)  ## the tests that take long: launchers, eight ranks, whole scripts, properties on drawn examples
 	@$(CLEAR_LOCKS)
@@ -78,6 +81,10 @@ bench: $(STAMP)  ## what the README claims, measured here
 	$(BIN)/python -m benchmarks.stream
 	$(BIN)/python -m benchmarks.startup
 
+# Its python is another than $(BIN)'s where that has a torch which sees no accelerator: docs/devices.md.
+device:  ## with an accelerator: everything that only a device can show, in eight minutes
+	python="$$($(PYTHON) -m benchmarks.device.environment .venv-device)" && "$$python" -m benchmarks.device $(DEVICE_OPTIONS)
+
 clean:  ## back to a fresh clone
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-device .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -448,7 +448,7 @@ class StepCandidate(Record, frozen=True, kw_only=True):
 class StepDecision(Record, frozen=True, kw_only=True):
     """How the optimizer's step is to be made, what it should take, and what that was compared with.
 
-    The running engine's own trials have the last word; they begin with this.
+    What is confirmed on real steps has the last word; that begins with this.
     """
 
     way: Literal["deepspeed", "fused"]

@@ -4,7 +4,9 @@
 
 Each repeat probes this host as `autotune-offload probe` does, then times every candidate that the host's
 limits admit, those that the cost model would not have tried included, in interleaved rounds on the same
-sample and with the same code. The figure of a repeat is the chosen candidate's time over that of the one
+sample and with the same code. Where there are more than forty, as with page-locked memory on offer, all are timed
+twice on a small sample first, a few at a time, since their buffers lock memory; the fastest of these, the probe's own
+choice among them, then run in the rounds. The figure of a repeat is the chosen candidate's time over that of the one
 with the least median in the sweep, as the median over the rounds: 1 is the best possible, and noise alone
 makes it a little more. No repeat is begun after --seconds.
 
@@ -22,6 +24,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from autotune_offload.api.probe import load_plan, measuring, probe
@@ -31,14 +34,18 @@ from autotune_offload.decide.entrant import Entrant
 from autotune_offload.decide.race import Race
 from autotune_offload.decide.reasons import words
 from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.machine.device import Device
 from autotune_offload.measure.bench import Bench
 from autotune_offload.paths.page_locking import PinRules
-from autotune_offload.records import Candidate, Profile, Settings
+from autotune_offload.records import Candidate, Profile, Settings, Workload
 from benchmarks.goals import Goal, judged
 from benchmarks.output import add_output, reporting
 from benchmarks.results import median
 
 LIMIT = 1.05
+_LEAST_ROUNDS = 2
+_MOST, _LEADING, _AT_A_TIME = 40, 16, 8
+_SMALL_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,24 +69,60 @@ class Repeat:
         )
 
 
-def sweep(profile: Profile, rounds: int) -> list[Entrant[Candidate]]:
-    """Every candidate that the limits of the profile admit, timed `rounds` times in turn."""
-    device, workload = AcceleratorDevice(), profile.workload
+def sweep(
+    profile: Profile,
+    rounds: int,
+    device: Device,
+    until: float = math.inf,
+    also: Collection[str] = (),
+    most_elements: int = sys.maxsize,
+) -> list[Entrant[Candidate]]:
+    """Every candidate that the limits of the profile admit, timed `rounds` times in turn, or the leading ones.
+
+    After `until`, on the device's clock, no further round is begun, but for the first two. `also` names, in words,
+    those that run in the rounds whatever became of them on the small sample. No sample is larger than `most_elements`.
+    """
+    workload = profile.workload
     rules = PinRules(workload=workload, pin=profile.pin, limits=profile.limits)
     admitted = [c for c in grid(device, workload, Settings()) if rules.against(c) is None]
     entrants = [Entrant(record=c) for c in admitted]
     with measuring(device):
-        bench = Bench(device, workload, _elements(profile, device))
+        if len(entrants) > _MOST:
+            entrants = _leading(profile, device, entrants, {words(_chosen(profile, entrants)), *also})
+        bench = Bench(device, workload, min(_elements(profile, device), most_elements))
         try:
             with Race(device, bench, entrants, deadline=math.inf) as race:
-                for _ in range(rounds):
-                    race.round()
+                for number in range(rounds):
+                    if number < _LEAST_ROUNDS or device.now() < until:
+                        race.round()
         finally:
             bench.close()
     return [e for e in entrants if e.timed]
 
 
-def _elements(profile: Profile, device: AcceleratorDevice) -> int:
+def _leading(
+    profile: Profile, device: Device, entrants: list[Entrant[Candidate]], sure: set[str]
+) -> list[Entrant[Candidate]]:
+    """The fastest on a small sample, and those that are sure to run."""
+    bench = Bench(device, profile.workload, _SMALL_ELEMENTS)
+    try:
+        for first in range(0, len(entrants), _AT_A_TIME):
+            batch = entrants[first : first + _AT_A_TIME]
+            with Race(device, bench, batch, deadline=math.inf) as race:
+                for _ in range(_LEAST_ROUNDS):
+                    race.round()
+    finally:
+        bench.close()
+    ranked = sorted((e for e in entrants if e.timed), key=lambda e: min(e.seconds))
+    others = [e for e in ranked[_LEADING:] if words(e.record) in sure]
+    return [Entrant(record=e.record) for e in (*ranked[:_LEADING], *others)]
+
+
+def _chosen(profile: Profile, entrants: list[Entrant[Candidate]]) -> Candidate:
+    return next(e.record for e in entrants if key(e.record) == key(profile.choice))
+
+
+def _elements(profile: Profile, device: Device) -> int:
     """The sample that the probe would take with all the time in the world."""
     plan, cache_bytes = load_plan(profile.plan), profile.host.last_level_cache_bytes
     memory_bytes = profile.limits.measuring_bytes
@@ -88,10 +131,24 @@ def _elements(profile: Profile, device: AcceleratorDevice) -> int:
     )
 
 
-def repeat(budget_seconds: float | None, rounds: int) -> Repeat:
-    """One probe, and the sweep that judges it."""
-    profile = probe(budget_seconds=budget_seconds)
-    ranked = sorted(sweep(profile, rounds), key=lambda e: e.median)
+def repeat(
+    budget_seconds: float | None,
+    rounds: int,
+    device: Device | None = None,
+    seconds: float = math.inf,
+    workload: Workload | None = None,
+    also: Collection[str] = (),
+    most_elements: int = sys.maxsize,
+) -> Repeat:
+    """One probe, and the sweep that judges it, which begins no round after so many seconds.
+
+    On DeepSpeed's accelerator if `device` is None, of a probe's own default if `workload` is None; `also` and
+    `most_elements` are those of `sweep`.
+    """
+    device = device or AcceleratorDevice()
+    until = device.now() + seconds
+    profile = probe(budget_seconds=budget_seconds, device=device, workload=workload)
+    ranked = sorted(sweep(profile, rounds, device, until, also, most_elements), key=lambda e: e.median)
     chosen = next(e for e in ranked if key(e.record) == key(profile.choice))
     return Repeat(
         path=profile.choice.path,

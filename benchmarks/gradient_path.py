@@ -38,6 +38,8 @@ from torch import Tensor, nn
 
 from autotune_offload.engine.attach import attach, detach
 from autotune_offload.engine.trainee import single_process_environment
+from autotune_offload.machine.accelerator import deepspeed_accelerator
+from autotune_offload.machine.device import Device
 from autotune_offload.machine.host import software
 from autotune_offload.records import Accumulate, Candidate
 from benchmarks.output import add_output, reporting
@@ -64,23 +66,33 @@ class Series:
 METRICS = ("partition_grads", "backward", "step")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of the model, layers of `width` by `width`, and of a batch."""
+
+    layers: int = LAYERS
+    width: int = WIDTH
+    rows: int = ROWS
+
+
 class Layer(nn.Linear):
     """Without bias; multiplies in fp32 on the CPU."""
 
-    def __init__(self) -> None:
-        """WIDTH by WIDTH."""
-        super().__init__(WIDTH, WIDTH, bias=False)
+    def __init__(self, width: int = WIDTH) -> None:
+        """Of shape (width, width)."""
+        super().__init__(width, width, bias=False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Shape (rows, WIDTH) to the same."""
+        """Shape (rows, width) to the same."""
         if rows.device.type != "cpu":
             return super().forward(rows)
         return F.linear(rows.float(), self.weight.float()).to(rows.dtype)
 
 
-def mlp() -> nn.Module:
-    """67,108,864 parameters."""
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+def mlp(shape: Shape | None = None) -> nn.Module:
+    """67,108,864 parameters, if nothing else is said."""
+    shape = shape or Shape()
+    return nn.Sequential(*(Layer(shape.width) for _ in range(shape.layers)))
 
 
 def config(accumulation_steps: int, pin_memory: bool) -> dict[str, Any]:
@@ -131,12 +143,14 @@ def train_step(
     engine: Any, watch: Watch, accumulation_steps: int, batches: list[Tensor], series: Series
 ) -> Tensor:
     """One optimizer step, timed; returns a copy of the fp32 gradients as they were before it."""
+    synchronize = deepspeed_accelerator().synchronize
     watch.seconds, backward = 0.0, 0.0
     gradients = torch.empty(0)
     began = time.perf_counter()
     copying = 0.0
     for micro_step in range(accumulation_steps):
         loss = engine(batches[micro_step]).float().pow(2).mean()
+        synchronize()  # what the forward pass has queued is not the backward pass's
         before = time.perf_counter()
         with watch.on():
             engine.backward(loss)
@@ -171,26 +185,41 @@ def floor_seconds(
     return time.perf_counter() - began
 
 
-def run_case(accumulation_steps: int, spec: Placed, rounds: int, warmup: int) -> dict[str, Any]:
+def run_case(
+    accumulation_steps: int,
+    spec: Placed,
+    rounds: int,
+    warmup: int,
+    *,
+    shape: Shape | None = None,
+    device: Device | None = None,
+) -> dict[str, Any]:
     """Alternate both ways over `rounds` pairs of steps on the same data and weights.
 
     The learning rate is small and both ways give the same gradients, so the pairs stay comparable; the
-    gradients of a pair are compared by undoing the step: weights are restored before the second way.
+    gradients of a pair are compared by undoing the step: weights are restored before the second way. DeepSpeed's own
+    code page-locks where the path does. `device` is what the path is built on; None is DeepSpeed's accelerator.
     """
     import deepspeed
 
+    shape = shape or Shape()
     torch.manual_seed(0)
-    engine, *_ = deepspeed.initialize(model=mlp(), config=config(accumulation_steps, spec.path == "pinned"))
+    engine, *_ = deepspeed.initialize(
+        model=mlp(shape), config=config(accumulation_steps, spec.path == "pinned")
+    )
     watch = Watch(engine.optimizer)
     ways = {"stock": Series(), "ours": Series()}
     floors: list[float] = []
     identical = True
     elements = sum(group.numel() for group in engine.optimizer.fp32_partitioned_groups_flat)
-    sources = [torch.randn(WIDTH * WIDTH).bfloat16() for _ in range(LAYERS)]
+    sources = [torch.randn(shape.width**2).bfloat16() for _ in range(shape.layers)]
     sums = [torch.zeros_like(source) for source in sources]
     destination = torch.zeros(elements)
     for round_index in range(-warmup, rounds):
-        batches = [torch.randn(ROWS, WIDTH).bfloat16().to(engine.device) for _ in range(accumulation_steps)]
+        batches = [
+            torch.randn(shape.rows, shape.width).bfloat16().to(engine.device)
+            for _ in range(accumulation_steps)
+        ]
         order = ("stock", "ours") if round_index % 2 else ("ours", "stock")
         seen: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -198,7 +227,7 @@ def run_case(accumulation_steps: int, spec: Placed, rounds: int, warmup: int) ->
         for way in order:
             _restore(engine, kept)
             if way == "ours":
-                status = attach(engine, spec, check=False)
+                status = attach(engine, spec, device, check=False)
                 if status.why_not:
                     raise SystemExit(f"the path was not attached: {status.why_not}")
             series = ways[way] if round_index >= 0 else Series()

@@ -43,9 +43,10 @@ from autotune_offload.engine.step_attach import StepSpec, attach_step
 from autotune_offload.engine.trainee import single_process_environment
 from autotune_offload.machine import compiled
 from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.machine.device import Device
 from autotune_offload.machine.host import software
 from autotune_offload.records import Candidate
-from benchmarks.gradient_path import ROWS, WIDTH, mlp
+from benchmarks.gradient_path import ROWS, Shape, mlp
 from benchmarks.output import add_output, reporting
 from benchmarks.results import Number, pair
 
@@ -69,12 +70,12 @@ def config(case: str) -> dict[str, Any]:
     }
 
 
-def engine_of(case: str) -> Any:
+def engine_of(case: str, shape: Shape | None = None) -> Any:
     """With seeded weights."""
     import deepspeed
 
     torch.manual_seed(0)
-    engine, *_ = deepspeed.initialize(model=mlp(), config=config(case))
+    engine, *_ = deepspeed.initialize(model=mlp(shape), config=config(case))
     return engine
 
 
@@ -159,13 +160,15 @@ def same(stock: Any, ours: Any) -> bool:
 
 
 @contextmanager
-def engines(case: str, threads: int) -> Iterator[dict[str, Any]]:
+def engines(
+    case: str, threads: int, shape: Shape | None = None, device: Device | None = None
+) -> Iterator[dict[str, Any]]:
     """One as DeepSpeed has it, one with the pass and the direct path."""
-    both = {"stock": engine_of(case), "ours": engine_of(case)}
+    both = {"stock": engine_of(case, shape), "ours": engine_of(case, shape)}
     spec = StepSpec(step="fused", threads=threads)
-    status = attach_step(both["ours"], spec, check=False)
+    status = attach_step(both["ours"], spec, device, check=False)
     path = Candidate(path="direct", cast="host", buffer_bytes=1 << 22, buffer_count=3, host_threads=0)
-    status.why_not = status.why_not or attach(both["ours"], path, check=False).why_not
+    status.why_not = status.why_not or attach(both["ours"], path, device, check=False).why_not
     if status.why_not:
         raise SystemExit(f"nothing was attached: {status.why_not}")
     try:
@@ -177,16 +180,25 @@ def engines(case: str, threads: int) -> Iterator[dict[str, Any]]:
         raise SystemExit(f"the pass was taken out: {status.why_not}")
 
 
-def run_case(case: str, threads: int, rounds: int, warmup: int = 3) -> dict[str, Any]:
-    """Alternate both engines over `rounds` pairs of steps."""
+def run_case(
+    case: str,
+    threads: int,
+    rounds: int,
+    warmup: int = 3,
+    *,
+    shape: Shape | None = None,
+    device: Device | None = None,
+) -> dict[str, Any]:
+    """Alternate both engines over `rounds` pairs of steps; `device` is what pass and path are built on."""
+    shape = shape or Shape()
     seconds: dict[str, list[dict[str, float]]] = {"stock": [], "ours": []}
     floors: list[float] = []
     identical, clipped, loss_factor = True, 0, CLIPPED_LOSS_FACTOR if case == "clipped" else 1.0
-    with engines(case, threads) as both:
+    with engines(case, threads, shape, device) as both:
         floor = Floor(sum(g.numel() for g in both["ours"].optimizer.fp32_partitioned_groups_flat), threads)
         work = {way: Pass(engine.optimizer) for way, engine in both.items()}
         for round_index in range(-warmup, rounds):
-            batch = torch.randn(ROWS, WIDTH).bfloat16().to(both["ours"].device)
+            batch = torch.randn(shape.rows, shape.width).bfloat16().to(both["ours"].device)
             order = ("stock", "ours") if round_index % 2 else ("ours", "stock")
             found = {way: train_step(both[way], batch, work[way], loss_factor) for way in order}
             identical &= same(both["stock"], both["ours"])

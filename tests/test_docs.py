@@ -194,6 +194,13 @@ def test_a_missing_verb_or_option_would_be_seen() -> None:
     assert list(commands(block)) == [["probe", "--json"], ["show", "KEY"]]
 
 
+def test_an_issue_template_asks_for_the_page_of_a_device() -> None:
+    """What `make device` writes, and the page is the one thing that has to be there."""
+    form = yaml.safe_load((CHECKOUT / ".github/ISSUE_TEMPLATE/device.yml").read_text(encoding="utf-8"))
+    [needed] = [field for field in form["body"] if field.get("validations", {}).get("required")]
+    assert "page.md" in needed["attributes"]["label"] and "make device" in needed["attributes"]["label"]
+
+
 @pytest.mark.parametrize("name", ["failure", "wrong-choice", "machine"])
 def test_issue_templates_ask_for_what_doctor_says(name: str) -> None:
     """Each is a form that can be read, and asks for the block of `doctor`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -12,17 +13,13 @@ import pytest
 from autotune_offload import places
 from autotune_offload.errors import ConfigError
 from tests import CHECKOUT
+from tests.built import built
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel, built here by the backend itself: no isolated environment, so no network."""
-    target = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
-    built = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    (archive,) = target.glob("*.whl")
-    return zipfile.ZipFile(archive)
+    return zipfile.ZipFile(built("wheel", tmp_path_factory.mktemp("wheel")))
 
 
 def _files_below(folder: Path) -> set[str]:
@@ -31,6 +28,12 @@ def _files_below(folder: Path) -> set[str]:
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+
+
+def test_the_wheel_is_pure_unless_it_is_asked_for_otherwise(wheel: zipfile.ZipFile) -> None:
+    """It runs everywhere, and compiles on first use."""
+    assert str(wheel.filename).endswith("-py3-none-any.whl")
+    assert not [name for name in wheel.namelist() if name.endswith(".so")]
 
 
 def test_the_wheel_holds_every_config(wheel: zipfile.ZipFile) -> None:
@@ -51,6 +54,28 @@ def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.ZipFile) -> None
     """No tests, benchmarks or top-level configs/ land in site-packages."""
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"autotune_offload"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (CHECKOUT / ".git").exists(), reason="no checkout: which files are tracked is not known"
+)
+def test_the_sdist_holds_what_is_tracked_and_builds_the_same_wheel(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """As `python -m build` does: first the sdist, then the wheel from it."""
+    with tarfile.open(built("sdist", tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+        (top,) = {name.split("/")[0] for name in archive.getnames()}
+        names = {name.removeprefix(f"{top}/") for name in archive.getnames()}
+    listed = subprocess.run(["git", "ls-files"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    tracked = set(listed.stdout.split("\n")) - {""}
+    assert tracked - names == set()
+    again = zipfile.ZipFile(built("wheel", tmp_path / "again", root=tmp_path / top))
+    assert sorted(again.namelist()) == sorted(wheel.namelist())
+    assert {name: again.read(name) for name in again.namelist()} == {
+        name: wheel.read(name) for name in wheel.namelist()
+    }
 
 
 def test_an_unpacked_wheel_finds_its_own_configs(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

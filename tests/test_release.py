@@ -19,6 +19,7 @@ else:
     tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from Python 3.11 on")
 
 WORKFLOW = CHECKOUT / ".github" / "workflows" / "release.yml"
+CI = CHECKOUT / ".github" / "workflows" / "ci.yml"
 MAKEFILE = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -47,7 +48,25 @@ def test_a_tag_is_tested_before_it_is_built_and_built_before_it_is_published() -
     found = read(WORKFLOW)
     assert found[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads the key `on` as true
     jobs = found["jobs"]
-    assert (jobs["build"]["needs"], jobs["publish"]["needs"]) == ("test", "build")
+    assert (jobs["build"]["needs"], jobs["wheel"]["needs"]) == ("test", "test")
+    assert jobs["publish"]["needs"] == ["build", "wheel"]
+
+
+def test_what_is_published_has_the_passes_for_two_architectures_and_a_pure_wheel() -> None:
+    """Each artifact has a name of its own, and all of them are fetched; the variable is the build hook's."""
+    jobs = read(WORKFLOW)["jobs"]
+    runners = jobs["wheel"]["strategy"]["matrix"]["runner"]
+    assert len(runners) == 2 and sum("arm" in runner for runner in runners) == 1
+    variables = {
+        name for job in ("build", "wheel") for step in jobs[job]["steps"] for name in step.get("env", {})
+    }
+    assert variables == {"AUTOTUNE_OFFLOAD_WHEEL"}
+    assert 'VARIABLE = "AUTOTUNE_OFFLOAD_WHEEL"' in (CHECKOUT / "hatch_build.py").read_text(encoding="utf-8")
+    uploaded = [step["with"]["name"] for job in ("build", "wheel") for step in jobs[job]["steps"]
+                if "upload-artifact" in step.get("uses", "")]  # fmt: skip
+    assert len(set(uploaded)) == 2 and all(name.startswith("dist") for name in uploaded)
+    (fetched,) = (step["with"] for step in jobs["publish"]["steps"] if "download-artifact" in step["uses"])
+    assert (fetched["pattern"], fetched["merge-multiple"]) == ("dist*", True)
 
 
 def test_only_the_job_that_publishes_may_identify_itself() -> None:
@@ -70,6 +89,25 @@ def test_the_workflow_runs_what_exists() -> None:
     assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
     modules = {line.split()[2] for line in lines if line.startswith("python -m ")}
     assert modules == {"pip", "hatchling"}
+
+
+def test_every_version_of_python_that_is_named_is_run() -> None:
+    """The classifiers are what CI has, the oldest is required, and what CI runs is there."""
+    jobs = read(CI)["jobs"]
+    full = [
+        step["with"]["python-version"] for step in jobs["everything"]["steps"] if "setup-python" in str(step)
+    ]
+    versions = [*full, *jobs["quick"]["strategy"]["matrix"]["python"]]
+    named = [found[1] for each in project()["classifiers"] if (found := re.search(r":: (3\.\d+)$", each))]
+    assert sorted(versions, key=_number) == named
+    assert project()["requires-python"] == f">={named[0]}"
+    lines = commands(jobs)
+    assert lines == ["bash .ci/run", "make test-quick"]
+    assert (CHECKOUT / ".ci" / "run").exists() and "\ntest-quick: lint " in MAKEFILE
+
+
+def _number(version: str) -> int:
+    return int(version.removeprefix("3."))
 
 
 def test_the_tag_is_held_against_lines_that_are_there() -> None:

@@ -19,15 +19,26 @@ from autotune_offload.engine.attach import attach
 from autotune_offload.engine.confirmation import FEWEST_ROUNDS, MOST_ROUNDS, ROUNDS_AGAIN
 from autotune_offload.engine.entrants import Confirm, Told
 from autotune_offload.engine.status import Status
+from autotune_offload.engine.step import StepStatus
+from autotune_offload.engine.step_attach import StepSpec, attach_step
+from autotune_offload.engine.step_contest import StepConfirm, StepTold
 from autotune_offload.machine import limits as machine_limits
 from autotune_offload.machine.device import Device
 from autotune_offload.paths.accumulation import PINNED_BYTES
 from autotune_offload.paths.path import destination_memory, page_locks
 from autotune_offload.profiles import outcomes
 from autotune_offload.profiles.lookup import limits_of_rank
-from autotune_offload.profiles.outcomes import Outcome, Way
+from autotune_offload.profiles.outcomes import FoundStep, Outcome, Way
 from autotune_offload.profiles.store import Store
-from autotune_offload.records import Candidate, Choice, Limits, Profile, Record, Settings
+from autotune_offload.records import (
+    Candidate,
+    Choice,
+    Limits,
+    Profile,
+    Record,
+    Settings,
+    StepDecision,
+)
 
 MOST_OTHERS = 2
 """Beside the choice and DeepSpeed's own code."""
@@ -82,13 +93,12 @@ def planned(profile: Profile, settings: Settings, known: Outcome, limits: Limits
     if not settings.confirm:
         return Plan(choice=ours[0])
     first, *rest = ours
-    most = MOST_ROUNDS if isinstance(settings.confirm_rounds, str) else settings.confirm_rounds
     confirm = Confirm(
         others=tuple(fitting(first, rest, limits))[:MOST_OTHERS],
         seed=seed,
         begins_with_own=confirmed and known.winner is None,
         fewest_rounds=ROUNDS_AGAIN if confirmed else FEWEST_ROUNDS,
-        most_rounds=most,
+        most_rounds=_most_rounds(settings),
     )
     return Plan(choice=first, confirm=confirm)
 
@@ -138,6 +148,80 @@ def keep(file: Path, choice: Choice, told: Told) -> None:
         wrong=tuple(outcomes.Wrong(way=Way.of(each.spec), kind=each.kind, why=each.why) for each in wrong),
     )
     outcomes.save(file, outcomes.merged(outcomes.about(file, choice), later))
+
+
+def put_step_in(
+    engine: Any, profile: Profile, settings: Settings, device: Device | None, seed: str
+) -> StepStatus:
+    """The same for the optimizer's steps: made as decided, or as was found since, and confirmed there.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+        profile: with what was decided about the step, if anything was measured of it.
+        settings: of the ``autotune_offload`` block.
+        device: None takes DeepSpeed's accelerator.
+        seed: the same on all ranks.
+    """
+    file = Store().path_of(profile.fingerprint)
+    known = outcomes.about(file, profile.choice).step
+    if known is not None and known.differs:
+        return StepStatus(why_not=f"{known.words}; {outcomes.CLEAR}")
+
+    def tell(told: StepTold) -> None:
+        keep_step(file, profile.choice, told)
+
+    return attach_step(engine, step_spec(settings, profile.step, known, seed), device, tell=tell)
+
+
+def step_spec(
+    settings: Settings, decided: StepDecision | None, known: FoundStep | None, seed: str
+) -> StepSpec:
+    """How steps are to be made, by what was decided and what is known; where neither is, all ways are tried."""
+    spec = StepSpec(
+        step=settings.step,
+        begins_with=_best_threads(decided),
+        page_lock=settings.max_pinned_bytes != 0
+        and (decided is None or (decided.way, decided.back) != ("fused", "direct")),
+    )
+    if settings.confirm:
+        return structs.replace(
+            spec,
+            begins_with=known.threads if known is not None and known.threads else spec.begins_with,
+            confirm=StepConfirm(
+                seed=f"{seed} step",
+                begins_with_own=known is not None and known.threads == 0,
+                fewest_rounds=FEWEST_ROUNDS if known is None else ROUNDS_AGAIN,
+                most_rounds=_most_rounds(settings),
+            ),
+        )
+    if decided is None:
+        return spec
+    if decided.way == "fused" or settings.step == "fused":
+        return structs.replace(spec, threads=spec.begins_with or "auto", confirm=None)
+    return structs.replace(spec, step="deepspeed")
+
+
+def _best_threads(decided: StepDecision | None) -> int | None:
+    """Of the decided pass, or of the fastest of those that DeepSpeed's own step was preferred to."""
+    if decided is None:
+        return None
+    return decided.threads or next((each.threads for each in decided.candidates if each.threads), None)
+
+
+def _most_rounds(settings: Settings) -> int:
+    return MOST_ROUNDS if isinstance(settings.confirm_rounds, str) else settings.confirm_rounds
+
+
+def keep_step(file: Path, choice: Choice, told: StepTold) -> None:
+    """Put what a run found out about its steps beside the profile, if first on this host or a bit was wrong."""
+    if not told.differs and os.environ.get("LOCAL_RANK", "").strip() not in ("", "0"):
+        return
+    when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    step = FoundStep(threads=told.threads, words=told.words, when=when, differs=told.differs)
+    outcomes.save(
+        file,
+        outcomes.merged(outcomes.about(file, choice), Outcome(choice=Way.of(choice), step=step)),
+    )
 
 
 def _blocks(choice: Choice) -> Iterator[int]:

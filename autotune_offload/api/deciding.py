@@ -28,7 +28,6 @@ from autotune_offload.api.report import Report
 from autotune_offload.config import block as config_block
 from autotune_offload.config import equal_keys, reading, sections, tune
 from autotune_offload.engine.status import Status
-from autotune_offload.engine.step_attach import StepSpec
 from autotune_offload.errors import ConfigError, UndecidedError
 from autotune_offload.machine import host
 from autotune_offload.machine.accelerator import AcceleratorDevice
@@ -50,8 +49,8 @@ class Decided(Record, frozen=True, kw_only=True):
     config: dict[str, Any] | None
     report: Report
     carry_path: bool = False
-    step: StepSpec | None = None
-    """How the step is made; None where it is none of ours."""
+    makes_steps: bool = False
+    """Whether the step is ours to make, if it is found to be faster."""
     device: AcceleratorDevice | None = None
     settings: records.Settings = records.Settings()
     strict: bool = False
@@ -183,7 +182,7 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
         config=tuned.config,
         report=report_,
         carry_path=carry_path,
-        step=_step(settings, profile.step) if asked.attaches and why_no_path is None else None,
+        makes_steps=asked.attaches and why_no_path is None,
         device=device,
         settings=settings,
         strict=settings.strict,
@@ -193,18 +192,6 @@ def decided(config: dict[str, Any], asked: Asked, agreement: Agreement | None) -
     if asked.says:
         say((*found.loud, *fails, *too_late, *tuned.notices), tuned.changes)
     return decided
-
-
-def _step(settings: records.Settings, decided: records.StepDecision | None) -> StepSpec:
-    """As decided; where nothing of a step was measured, the running engine finds out alone."""
-    may_lock = settings.max_pinned_bytes != 0
-    if decided is None:
-        return StepSpec(step=settings.step, page_lock=may_lock)
-    return StepSpec(
-        step=settings.step,
-        begins_with=decided.threads or None,
-        page_lock=may_lock and (decided.way, decided.back) != ("fused", "direct"),
-    )
 
 
 def _why_not(config: Mapping[str, Any], settings: records.Settings) -> str | None:

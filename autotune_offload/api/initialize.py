@@ -16,7 +16,7 @@ from msgspec import structs
 from autotune_offload import switch
 from autotune_offload.api import reached, voice
 from autotune_offload.api.call import configuration, emptied, init_distributed, named, working
-from autotune_offload.api.confirming import put_in
+from autotune_offload.api.confirming import put_in, put_step_in
 from autotune_offload.api.deciding import (
     SWITCHED_OFF,
     Decided,
@@ -31,7 +31,6 @@ from autotune_offload.api.report import Report, reports, shown
 from autotune_offload.config import equal_keys, lost_gradients, reading
 from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
-from autotune_offload.engine.step_attach import attach_step
 from autotune_offload.errors import ProfileError
 from autotune_offload.machine import host
 from autotune_offload.profiles.store import Store
@@ -296,10 +295,12 @@ def _with_what_is_lost(engine: Any, report: Report) -> Report:
 
 def _step(engine: Any, decided: Decided) -> StepStatus | None:
     """Make the engine's steps as decided; None where nothing was."""
-    if decided.step is None:
+    profile = decided.report.profile
+    if not decided.makes_steps or profile is None:
         return None
     try:
-        return attach_step(engine, decided.step, decided.device)
+        seed = equal_keys.sizes_digest(decided.config or {})
+        return put_step_in(engine, profile, decided.settings, decided.device, seed)
     except Exception as error:  # fail open
         if decided.strict:
             raise

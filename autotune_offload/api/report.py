@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import weakref
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,10 +16,16 @@ from msgspec import structs
 from autotune_offload import markup, units
 from autotune_offload.api.page_locked import page_locked
 from autotune_offload.engine import attach
+from autotune_offload.engine.attach import kept_ranges
 from autotune_offload.engine.entrants import OWN_NAME
 from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
+from autotune_offload.engine.step_attach import kept_step_ranges
 from autotune_offload.engine.tally import Carried, Shares
+from autotune_offload.errors import ConfigError
+from autotune_offload.machine import compiled
+from autotune_offload.machine.ranges import as_trace
+from autotune_offload.machine.spans import Ranges
 from autotune_offload.records import Change, Profile, Record
 
 reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
@@ -40,6 +48,10 @@ class Report(Record, frozen=True, kw_only=True):
     """What has become of the step; None where it is DeepSpeed's without a question."""
     pinned_bytes: Mapping[str, int] = msgspec.field(default_factory=dict)
     """What is really page-locked for this engine, by buffer."""
+    passes: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Where the compiled passes that this process has asked for come from, or why there is none."""
+    ranges: tuple[Ranges, ...] = ()
+    """The latest ranges of path and step, as they ran."""
 
     def text(self) -> str:
         """The report in plain lines: choice, reasons, changed keys, notices."""
@@ -49,6 +61,23 @@ class Report(Record, frozen=True, kw_only=True):
         """For a notebook: the choice as a table, and the whole report as it stands in a terminal."""
         choice = "" if self.profile is None else markup.table("Choice", self.profile.choice.in_rows())
         return f"{choice}<pre>{escape(self.text())}</pre>"
+
+    def trace(self, file: str | Path) -> None:
+        """Write the latest ranges of path and step as they ran on this rank, for chrome://tracing or ui.perfetto.dev.
+
+        What carries, pieces, and what is waited for, on the host's clock. Replaces `file`.
+
+        Raises:
+            ConfigError: nothing ran here that is ours, or the file cannot be written.
+        """
+        if not any(each.spans for each in self.ranges):
+            raise ConfigError(
+                "there is nothing to trace: no path and no step of autotune-offload has run in this engine"
+            )
+        try:
+            Path(file).write_text(json.dumps(as_trace(self.ranges)), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}; name another file") from error
 
     def _choice_lines(self) -> list[str]:
         if self.profile is None:
@@ -95,9 +124,12 @@ class Report(Record, frozen=True, kw_only=True):
             return "by DeepSpeed's own code, beside which one compiled pass is being compared"
         steps = f"the first {step.check.steps} steps"
         words = f"{step.check.elements:,} values of {steps} were DeepSpeed's own to the last bit"
-        if step.choice is None:
+        if step.threads is None and step.confirmed is None:
             return f"in turn by DeepSpeed's own code and by one compiled pass, which are being timed; {words}"
-        return f"by one compiled pass; {words}; {step.choice.reason}"
+        if step.confirmed is None:
+            return f"by one compiled pass; {words}"
+        again = ", which is being timed again" if step.threads is None else ""
+        return f"by one compiled pass{again}; {words}; {step.confirmed.sentence()}"
 
     def _times(self, path: Status) -> str:
         """With the path and without; medians of accumulations."""
@@ -122,8 +154,10 @@ class Report(Record, frozen=True, kw_only=True):
         pinned = [
             f"  {name}: {count:,} bytes page-locked" for name, count in self.pinned_bytes.items() if count
         ]
+        passes = [f"  {name}: {origin}" for name, origin in self.passes.items()]
         notes = [f"  - {notice}" for notice in self.notices]
-        return ["page-locked:", *pinned] * bool(pinned) + ["notes:", *notes] * bool(notes)
+        sections = (("page-locked:", pinned), ("passes over host memory:", passes), ("notes:", notes))
+        return [line for heading, lines in sections if lines for line in (heading, *lines)]
 
 
 def _by_whom(path: Status) -> str:
@@ -184,7 +218,11 @@ def report(engine: Any) -> Report:
     except TypeError:  # nothing that an engine could be
         return _FOREIGN
     attach.status(engine)  # which looks who is called now
-    return structs.replace(known or _FOREIGN, pinned_bytes=page_locked(engine))
+    kept = {id(each): each for each in (kept_ranges(engine), kept_step_ranges(engine)) if each is not None}
+    ranges = tuple(each.now() for each in kept.values())
+    return structs.replace(
+        known or _FOREIGN, pinned_bytes=page_locked(engine), passes=compiled.used(), ranges=ranges
+    )
 
 
 _FOREIGN = Report(profile=None, notices=("this engine was not made by autotune_offload.initialize",))

@@ -63,6 +63,7 @@ def _document(found: Examination, config: Path | None) -> dict[str, Any]:
         "config": None if config is None else str(config),
         "findings": to_plain(found.findings),
         "checks": list(found.checks),
+        "host_passes": dict(found.host_passes),
     }
 
 
@@ -76,6 +77,8 @@ def _print(out: Console, found: Examination) -> None:
     out.print(f"{counts['will break']} will break, {counts['costs']} cost, {counts['notice']} to know")
     if well:
         out.print(_wrapped("nothing found by: ", ", ".join(well), out.width), soft_wrap=True)
+    for name, origin in found.host_passes.items():
+        out.print(_wrapped(f"pass {name}: ", origin, out.width), soft_wrap=True)
 
 
 def _print_finding(out: Console, finding: Finding) -> None:

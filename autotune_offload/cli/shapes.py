@@ -10,7 +10,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 
@@ -19,6 +19,7 @@ from autotune_offload.described.machine import Machine
 from autotune_offload.profiles.fleet import Member, Survey
 from autotune_offload.records import (
     Accumulated,
+    Back,
     Baseline,
     Candidate,
     Change,
@@ -27,6 +28,7 @@ from autotune_offload.records import (
     Profile,
     Record,
     Settings,
+    StepCandidate,
 )
 from autotune_offload.reports.alternatives import Alternative
 
@@ -118,6 +120,7 @@ class Examined(Record, frozen=True, kw_only=True):
     config: str | None
     findings: list[Finding]
     checks: list[str]
+    host_passes: dict[str, str]
 
 
 class Skipped(Record, frozen=True, kw_only=True):
@@ -139,7 +142,7 @@ class Row(Record, frozen=True, kw_only=True):
     choice: str = ""
     cast: str = ""
     gain: float = 0.0
-    found: Any = None
+    found: tuple[str, ...] = ()
 
 
 class Listed(Record, frozen=True, kw_only=True):
@@ -153,6 +156,33 @@ class Pruned(Record, frozen=True, kw_only=True):
     """The files that were deleted."""
 
     removed: list[str]
+
+
+class Forgotten(Record, frozen=True, kw_only=True):
+    """The profiles whose findings were taken away."""
+
+    forgotten: list[str]
+
+
+class StepWeighed(StepCandidate, frozen=True, kw_only=True):
+    """One way to make the optimizer's step, and what became of it."""
+
+    name: str
+    chosen: bool
+    times_chosen: float | None
+    verdict: str
+
+
+class StepExplained(Record, frozen=True, kw_only=True):
+    """How the optimizer's step is to be made, and what was weighed against it; parts by way and name."""
+
+    way: Literal["deepspeed", "fused"]
+    threads: int
+    back: Back
+    gain: float | None
+    reasons: list[str]
+    alternatives: list[StepWeighed]
+    parts_seconds: dict[str, dict[str, float]]
 
 
 class Folder(Record, frozen=True, kw_only=True):
@@ -182,7 +212,7 @@ _Explained = msgspec.defstruct(
         ("profile", str),
         ("choice", Choice),
         ("accumulations", list[Accumulated]),
-        ("step", Any),
+        ("step", StepExplained | None),
         ("alternatives", list[_Weighed]),  # type: ignore[valid-type]  # made above
         ("rejected", list[Rejected]),
     ],
@@ -296,7 +326,7 @@ SCHEMAS: dict[str, tuple[str, Callable[[], Schema]]] = {
     "fleet": ("fleet --json.", _document(_Fleet)),
     "profiles-list": ("profiles list --json.", _document(Listed)),
     "profiles-show": ("profiles show --json: a profile.", _document(Profile)),
-    "profiles-forget": ("profiles forget --json.", lambda: {"type": "object", "required": ["forgotten"]}),
+    "profiles-forget": ("profiles forget --json.", _document(Forgotten)),
     "profiles-prune": ("profiles prune --json.", _document(Pruned)),
     "profiles-path": ("profiles path --json.", _document(Folder)),
 }

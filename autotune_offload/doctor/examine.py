@@ -33,6 +33,12 @@ class Examination:
     """What torch, DeepSpeed and the device said of themselves."""
 
     @property
+    def host_passes(self) -> Mapping[str, str]:
+        """Where each compiled pass comes from, or why there is none; empty where that was not answered."""
+        found: Mapping[str, str] = self.said.answers.get("host_passes") or {}
+        return found
+
+    @property
     def will_break(self) -> bool:
         """Whether a run will fail as things are."""
         return any(finding.severity == "will break" for finding in self.findings)

@@ -74,6 +74,8 @@ def _facts(found: Examination, facts: HostFacts, software: Software, hidden: Hid
         f"host: {facts.cpu_model}, {facts.affinity_cpus} of {facts.cpu_count} CPUs, {size(facts.ram_bytes)} RAM, "
         f"{size(facts.swap_bytes)} swap, NUMA nodes: {facts.numa_nodes}{bound}"
     )
+    for name, origin in found.host_passes.items():
+        yield f"pass {name}: {hidden.out_of(origin)}"
 
 
 def _device(found: Examination, hidden: Hidden) -> str:

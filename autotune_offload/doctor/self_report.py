@@ -153,6 +153,7 @@ def _questions(asked: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any
     if asked["config"] is not None:
         yield "config", lambda: _refusals(asked["config"])
     yield "compiler", _why_not_fused
+    yield "host_passes", _host_passes
     yield "native_pins", _why_not_native
     yield "device", _device
     yield "link", _nvml_link
@@ -205,6 +206,17 @@ def _why_not_fused() -> str | None:
     from autotune_offload.machine import host_pass
 
     return host_pass.why_not_fused(torch.bfloat16)
+
+
+def _host_passes() -> dict[str, str]:
+    """Where each compiled pass comes from, or why there is none."""
+    import torch
+
+    from autotune_offload.machine import adam, compiled, host_pass
+
+    host_pass.why_not_fused(torch.bfloat16)
+    adam.why_not_compiled(torch.bfloat16)
+    return compiled.used()
 
 
 def _why_not_native() -> str | None:

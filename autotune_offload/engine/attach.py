@@ -14,6 +14,8 @@ from autotune_offload.engine.status import Status
 from autotune_offload.errors import in_words
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
+from autotune_offload.machine.ranges import keep_ranges
+from autotune_offload.machine.spans import Kept
 from autotune_offload.paths.path import Spec
 
 
@@ -26,6 +28,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     attachment: weakref.ref[Attachment]
     status: Status
+    kept: Kept
 
 
 _entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
@@ -63,8 +66,9 @@ def attach(
         )
     except Exception as error:  # whatever it is, DeepSpeed trains without us
         return Status(why_not=f"the {choice.path} path cannot be built: {in_words(error)}")
+    kept = keep_ranges(attachment.device)
     attachment.replace_methods()
-    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status)
+    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status, kept)
     return attachment.status
 
 
@@ -84,6 +88,12 @@ def status(engine: Any) -> Status | None:
     if attachment is not None:
         attachment.look()
     return entry.status
+
+
+def kept_ranges(engine: Any) -> Kept | None:
+    """The latest ranges of the path attached to `engine`, also of one that has been taken out; None where none was."""
+    entry = _entries.get(engine)
+    return None if entry is None else entry.kept
 
 
 def pinned_bytes(engine: Any) -> dict[str, int]:

@@ -39,9 +39,10 @@ from autotune_offload.engine.self_check import SelfCheck
 from autotune_offload.engine.stage3 import Stage3
 from autotune_offload.engine.status import Account, Status
 from autotune_offload.engine.tally import By
-from autotune_offload.engine.visible import Events, named
+from autotune_offload.engine.visible import Events
 from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
+from autotune_offload.machine.ranges import named
 from autotune_offload.paths.accumulation import Moment
 from autotune_offload.paths.path import Spec
 from autotune_offload.upstream import (

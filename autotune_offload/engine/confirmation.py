@@ -73,26 +73,31 @@ class Confirmation:
     """The state of one job on one rank.
 
     Args:
-        pins: for each entrant how much it page-locks, for near ties; the first is DeepSpeed's own code.
+        costs: for each entrant what it takes of the host besides time, such as what it page-locks, for near ties; the
+            first is DeepSpeed's own code.
         holder: who carries before anything is known.
         seed: the same on all ranks, which then draw the same orders.
         fewest: rounds before the first conclusion.
         most: rounds at most.
+        own_may_win: False where DeepSpeed's own code is there to be compared with, and is not to stay while any other
+            can.
     """
 
     def __init__(
         self,
-        pins: Sequence[int],
+        costs: Sequence[int],
         *,
         holder: int,
         seed: str,
         fewest: int = FEWEST_ROUNDS,
         most: int = MOST_ROUNDS,
+        own_may_win: bool = True,
     ) -> None:
         self.holder = holder
         self.conclusion: Conclusion | None = None
         self.switches = 0
-        self._pins = list(pins)
+        self._costs = list(costs)
+        self._own_may_win = own_may_win
         self._draw = random.Random(seed)
         self._out: set[int] = set()
         self._most, self._fewest = most, min(fewest, most)
@@ -151,8 +156,9 @@ class Confirmation:
     # -- rounds --
 
     def _new_rounds(self) -> Rounds:
-        everybody = range(len(self._pins))
-        return Rounds(set(everybody) - self._out, len(everybody), self._draw, warm_up=True)
+        everybody = range(len(self._costs))
+        able = set(everybody) - self._out
+        return Rounds(able, len(everybody), self._draw, warm_up=True, own_may_win=self._own_may_win)
 
     def _judged(self, rounds: Rounds) -> Conclusion | None:
         rounds.drop_behind()
@@ -186,7 +192,7 @@ class Confirmation:
         concluded = Conclusion(
             winner=winner,
             before=self.holder,
-            seconds=tuple(rounds.median(each) for each in range(len(self._pins))),
+            seconds=tuple(rounds.median(each) for each in range(len(self._costs))),
             gain=1.0 if stands is None else stands.ratio,
             noise=0.0 if stands is None else stands.noise,
             rounds=rounds.done,
@@ -200,11 +206,12 @@ class Confirmation:
         return concluded
 
     def _by_tie_rule(self, rounds: Rounds, best: int) -> int:
-        """Within the noise of the fastest: after drift who carries, else who pins less, DeepSpeed's own code first."""
-        near = [each for each in sorted(rounds.racing) if self._near(rounds, each, best)]
+        """Within the noise of the fastest: after drift who carries, else who costs less, DeepSpeed's own code first."""
+        able = rounds.racing if self._own_may_win or best == OWN else rounds.racing - {OWN}
+        near = [each for each in sorted(able) if self._near(rounds, each, best)]
         if self.conclusion is not None and self.holder in near:
             return self.holder
-        return min(near, key=lambda each: (self._pins[each], each))
+        return min(near, key=lambda each: (self._costs[each], each))
 
     @staticmethod
     def _near(rounds: Rounds, entrant: int, best: int) -> bool:
@@ -223,8 +230,8 @@ class Confirmation:
 
     @property
     def _affordable(self) -> bool:
-        able = len(self._pins) - len(self._out)
-        slots = (ROUNDS_AGAIN + 1) * len(self._pins) - 1
+        able = len(self._costs) - len(self._out)
+        slots = (ROUNDS_AGAIN + 1) * len(self._costs) - 1
         return (
             able > 1
             and self.switches < MOST_SWITCHES

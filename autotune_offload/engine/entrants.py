@@ -66,6 +66,8 @@ class Confirmed(Record, frozen=True, kw_only=True):
     entrants: tuple[str, ...]
     """In the order of `conclusion.seconds`; the first is DeepSpeed's own code."""
     conclusion: Conclusion
+    of: str = "an accumulation"
+    """What was timed."""
 
     def sentence(self) -> str:
         """Who was found to be the fastest, with the numbers."""
@@ -78,12 +80,14 @@ class Confirmed(Record, frozen=True, kw_only=True):
         if found.winner == OWN:
             rival = min((s for s in found.seconds[1:] if s is not None), default=None)
             against = (
-                f"{units.duration(rival)} of the best path" if rival is not None else "no path that is left"
+                f"{units.duration(rival)} of the best of the others"
+                if rival is not None
+                else "no other that is left"
             )
-            return f"{name} stays: {units.duration(own)} an accumulation against {against}, in {rounds}"
+            return f"{name} stays: {units.duration(own)} {self.of} against {against}, in {rounds}"
         return (
-            f"{name} takes {units.duration(mine)} an accumulation, {OWN_NAME} {units.duration(own)}: {found.gain:.2f}x "
-            f"(noise {found.noise:.1%}, {rounds})"
+            f"{name} takes {units.duration(mine)} {self.of}, {self.entrants[OWN]} {units.duration(own)}: "
+            f"{found.gain:.2f}x (noise {found.noise:.1%}, {rounds})"
         )
 
 

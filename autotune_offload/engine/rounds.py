@@ -76,10 +76,17 @@ class Rounds:
         everybody: how many there are of all, with those that do not take part: orders are drawn for all of them.
         draw: gives the orders.
         warm_up: whether one round that does not count comes first, in which `OWN` has no slot.
+        own_may_win: whether `OWN` may be the best while others take part.
     """
 
     def __init__(
-        self, entrants: Iterable[int], everybody: int, draw: random.Random, *, warm_up: bool
+        self,
+        entrants: Iterable[int],
+        everybody: int,
+        draw: random.Random,
+        *,
+        warm_up: bool,
+        own_may_win: bool = True,
     ) -> None:
         self.racing = set(entrants)
         self.behind: dict[int, Rival] = {}
@@ -88,6 +95,7 @@ class Rounds:
         self._seconds: dict[int, dict[int, float]] = {number: {} for number in range(everybody)}
         self._passes: int | None = None
         self._warming = warm_up
+        self._own_may_win = own_may_win
         self._order = self._drawn()
 
     @property
@@ -133,7 +141,8 @@ class Rounds:
     @property
     def best(self) -> int | None:
         """The fastest by its times over `OWN`'s in the same rounds; None before there are any."""
-        timed = {entrant: self.against(entrant, OWN) for entrant in sorted(self.racing)}
+        able = self.racing if self._own_may_win else self.racing - {OWN} or self.racing
+        timed = {entrant: self.against(entrant, OWN) for entrant in sorted(able)}
         ratios = {entrant: rival.ratio for entrant, rival in timed.items() if rival is not None}
         return min(ratios, key=ratios.__getitem__) if ratios else None
 

@@ -19,11 +19,14 @@ from typing import Any
 import msgspec
 
 from autotune_offload.engine import step_stage3
-from autotune_offload.engine.step_adam import Call, Factor, FusedAdam, call_of, in_fp32
+from autotune_offload.engine.entrants import Confirmed
+from autotune_offload.engine.rounds import OWN
+from autotune_offload.engine.step_adam import Call, Factor, FusedAdam, Operation, call_of, in_fp32
 from autotune_offload.engine.step_check import CHECKED_ELEMENTS, CHECKED_STEPS, Sample, StepCheck
-from autotune_offload.engine.step_trials import OWN, StepChoice, Trials
+from autotune_offload.engine.step_contest import StepContest
 from autotune_offload.errors import in_words
 from autotune_offload.machine.device import Device
+from autotune_offload.machine.ranges import named
 from autotune_offload.upstream import CPU_ADAM_OPERATION, DESTROY, POST_STEP, REASSIGN, UNFLATTEN, UNSCALE
 
 _KEPT_TIMES = 100
@@ -38,10 +41,12 @@ class StepStatus(msgspec.Struct, kw_only=True):
     """Why DeepSpeed's own step runs: from the start, or since the pass was taken out."""
     check: StepCheck | None = None
     """None until the first steps have been compared."""
-    choice: StepChoice | None = None
-    """None until either way has been timed."""
+    confirmed: Confirmed | None = None
+    """What came of the rounds in which steps were made either way; None until then."""
+    threads: int | None = None
+    """Host threads of the pass that makes the steps; 0 where they are DeepSpeed's own, None while that is open."""
     seconds: tuple[float, ...] = ()
-    """The latest hundred of steps by the pass, after the trials."""
+    """The latest hundred of steps by the pass that were not part of a round."""
     skipped_scalings: int = 0
     """Sub-groups whose gradients would have been multiplied by exactly 1."""
 
@@ -62,16 +67,21 @@ class StepAttachment:
     """One optimizer with the pass in its step, or only without multiplications by 1."""
 
     def __init__(
-        self, optimizer: Any, device: Device, fused: FusedAdam | None, trials: Trials | None, *, checks: bool
+        self,
+        optimizer: Any,
+        device: Device,
+        fused: FusedAdam | None,
+        contest: StepContest | None,
+        *,
+        checks: bool,
     ) -> None:
-        """Replaces nothing yet. Without `trials`, `threads` says which way every step goes."""
+        """Replaces nothing yet. Without `contest`, `threads` says which way every step goes."""
         self.status = StepStatus()
         self.threads = OWN
-        self.may_stay = True
         self._optimizer = optimizer
         self._device = device
         self._fused = fused
-        self._trials = trials
+        self._contest = contest
         self._unchecked = CHECKED_STEPS if checks and fused is not None else 0
         self._compared = self._turn = 0
         self._stock: dict[str, Callable[..., Any]] = {}
@@ -124,7 +134,7 @@ class StepAttachment:
     def _take_pass_out(self) -> None:
         """From here on DeepSpeed's own step, still without multiplications by 1 while the methods are ours."""
         inner, operation, fused = self._optimizer.optimizer, self._operation, self._fused
-        self._operation = self._fused = self._trials = None
+        self._operation = self._fused = self._contest = None
         if operation is not None and getattr(inner, CPU_ADAM_OPERATION) is operation:
             setattr(inner, CPU_ADAM_OPERATION, self._own)
         if fused is not None:
@@ -138,7 +148,7 @@ class StepAttachment:
         """DeepSpeed's own step for good, said once."""
         if self._fused is None:
             return
-        self.status.why_not = cause
+        self.status.why_not, self.status.threads = cause, OWN
         _log.warning("autotune-offload: %s; from here on DeepSpeed makes the steps itself", cause)
         self._take_pass_out()
 
@@ -166,7 +176,7 @@ class StepAttachment:
             at.fuses = to is not None
         if at.fuses:
             return
-        if scale == 1.0 and self._trials is None:
+        if scale == 1.0 and not self._exploring:
             self.status.skipped_scalings += 1
         else:
             self._stock[UNSCALE](sub_group, total_norm)
@@ -184,8 +194,10 @@ class StepAttachment:
         if at.sample is not None:
             return self._own_with_sample(call, at.sample)
         if not at.fuses:
-            return call.own(call.memory)
-        return self._by_the_pass(fused, call, at)
+            with named(self._device, "DeepSpeed's Adam"):
+                return call.own(call.memory)
+        with named(self._device, f"the pass, host threads: {self._way}"):
+            return self._by_the_pass(fused, call, at)
 
     def _by_the_pass(self, fused: FusedAdam, call: Call, at: _SubGroup) -> Any:
         to = step_stage3.target(self._optimizer, at.number, self._device)
@@ -256,8 +268,7 @@ class StepAttachment:
             self.give_up(cause)
             return
         if not self._unchecked:
-            way = self._trials.way if self._trials is not None else None
-            self._way = self.threads if way is None else way
+            self._way = self.threads if self._contest is None else self._contest.threads
         if self._way != OWN and not self._device.shares_host_memory:
             self._device.synchronize()  # host weights may still be on their way to where they are gathered
 
@@ -269,25 +280,25 @@ class StepAttachment:
             if not self._unchecked:
                 self.status.check = StepCheck(steps=CHECKED_STEPS, elements=self._compared)
             return
-        if self._trials is None:
-            if way != OWN:
-                self.status.seconds = (*self.status.seconds, seconds)[-_KEPT_TIMES:]
+        if way != OWN and not self._exploring:
+            self.status.seconds = (*self.status.seconds, seconds)[-_KEPT_TIMES:]
+        if (contest := self._contest) is None:
             return
-        self._trials.timed(seconds)
-        if self._trials.way is None:
-            self._decide(self._trials)
-
-    def _decide(self, trials: Trials) -> None:
-        choice = self.status.choice = trials.choice(own_may_stay=self.may_stay)
-        self.threads, self._trials = choice.threads, None
-        if choice.threads == OWN:
-            self.status.why_not = choice.reason
+        is_own, self.status.confirmed = contest.over(seconds), contest.confirmed
+        self.status.threads = None if contest.exploring else contest.threads
+        if is_own:
+            self.status.why_not = "" if contest.confirmed is None else contest.confirmed.sentence()
             self._take_pass_out()
+
+    @property
+    def _exploring(self) -> bool:
+        return self._contest is not None and self._contest.exploring
 
     def _arrive(self, fused: FusedAdam) -> None:
         """Wait for what is on its way to the device; should that fail, DeepSpeed brings it there once more."""
         try:
-            fused.pieces.drain()
+            with named(self._device, "wait for the step's weights"):
+                fused.pieces.drain()
         except Exception as error:
             again = list(self._delivered)
             self._delivered.clear()
@@ -333,16 +344,7 @@ class StepAttachment:
         if found is not None:
             steps = CHECKED_STEPS - self._unchecked + 1
             self.status.check = StepCheck(steps=steps, elements=self._compared, mismatch=found)
-            self.give_up(f"the self-check of the step failed: {found}")
-
-
-class Operation:
-    """`ds_opt_adam` as DeepSpeed's optimizer sees it: its own, but for the call that a step makes."""
-
-    def __init__(self, own: Any, update: Callable[..., Any]) -> None:
-        """`own` is DeepSpeed's."""
-        self.own = own
-        self.adam_update = update
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
+            why = f"the self-check of the step failed: {found}"
+            if self._contest is not None:
+                self._contest.found_wrong(why)
+            self.give_up(why)

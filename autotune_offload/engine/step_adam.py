@@ -134,3 +134,15 @@ class FusedAdam:
         for part, copies in zip(whole, kept, strict=True):
             for tensor, copy in zip(part.tensors(), copies, strict=True):
                 tensor.copy_(copy)
+
+
+class Operation:
+    """`ds_opt_adam` as DeepSpeed's optimizer sees it: its own, but for the call that a step makes."""
+
+    def __init__(self, own: Any, update: Callable[..., Any]) -> None:
+        """`own` is DeepSpeed's."""
+        self.own = own
+        self.adam_update = update
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)

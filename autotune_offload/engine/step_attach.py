@@ -8,14 +8,16 @@ from typing import Any, Literal
 import msgspec
 
 from autotune_offload.engine import step_stage3
-from autotune_offload.engine.step import Operation, StepAttachment, StepStatus
-from autotune_offload.engine.step_adam import FusedAdam, Guess
+from autotune_offload.engine.step import StepAttachment, StepStatus
+from autotune_offload.engine.step_adam import FusedAdam, Guess, Operation
 from autotune_offload.engine.step_check import repeats_powers
-from autotune_offload.engine.step_trials import OWN, Trials
+from autotune_offload.engine.step_contest import StepConfirm, StepContest, StepTell
 from autotune_offload.errors import in_words
 from autotune_offload.machine import adam
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
+from autotune_offload.machine.ranges import keep_ranges
+from autotune_offload.machine.spans import Kept
 from autotune_offload.paths.pieces import Pieces, thread_counts
 from autotune_offload.paths.step_stages import PIECE_ELEMENTS
 from autotune_offload.records import Record
@@ -32,7 +34,9 @@ class StepSpec(Record, frozen=True, kw_only=True):
     threads: int | Literal["auto"] = "auto"
     """Host threads of the pass; "auto" is the best of 1, 2, 4 and so on, as measured."""
     begins_with: int | None = None
-    """The number of threads that is timed first, as it was decided on; None goes from the fewest up."""
+    """The number of threads that was decided on: it and its neighbours are compared. None compares all."""
+    confirm: StepConfirm | None = StepConfirm()
+    """None makes every step as given, where `threads` is."""
     page_lock: bool = True
     """Whether what goes to a device may pass through page-locked buffers, a few of half a megabyte."""
     piece_elements: int = PIECE_ELEMENTS
@@ -45,13 +49,19 @@ class _Entry(msgspec.Struct, frozen=True):
     attachment: weakref.ref[StepAttachment]
     status: StepStatus
     pieces: Pieces | None
+    kept: Kept
 
 
 _entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
 
 
 def attach_step(
-    engine: Any, spec: StepSpec | None = None, device: Device | None = None, *, check: bool = True
+    engine: Any,
+    spec: StepSpec | None = None,
+    device: Device | None = None,
+    *,
+    check: bool = True,
+    tell: StepTell | None = None,
 ) -> StepStatus:
     """Make the steps of a running engine as `spec` says, in place of what was attached before.
 
@@ -61,6 +71,7 @@ def attach_step(
         device: None takes DeepSpeed's accelerator.
         check: compare with DeepSpeed's own step in the first ones. Without it, and with the number of threads
             given, the pass makes every step.
+        tell: is told what is to be kept for the next start.
 
     Returns:
         The status, which goes on counting; its `why_not` says why DeepSpeed's own step stays, if so.
@@ -76,10 +87,10 @@ def attach_step(
         fused = _fused(optimizer, device, spec)
     except Exception as error:  # whatever it is, DeepSpeed trains without us
         fused = f"the pass cannot be made: {in_words(error)}"
-    attachment = _attachment(optimizer, device, fused, spec, check=check)
+    attachment = _attachment(optimizer, device, fused, spec, check=check, tell=tell)
     attachment.replace_methods()
     pieces = fused.pieces if isinstance(fused, FusedAdam) else None
-    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status, pieces)
+    _entries[engine] = _Entry(weakref.ref(attachment), attachment.status, pieces, keep_ranges(device))
     return attachment.status
 
 
@@ -96,6 +107,12 @@ def step_status(engine: Any) -> StepStatus | None:
     return None if entry is None else entry.status
 
 
+def kept_step_ranges(engine: Any) -> Kept | None:
+    """The latest ranges of the step of `engine`; None where nothing was attached."""
+    entry = _entries.get(engine)
+    return None if entry is None else entry.kept
+
+
 def step_pinned_bytes(engine: Any) -> int:
     """What the step of `engine` keeps page-locked for itself."""
     entry = _entries.get(engine)
@@ -107,25 +124,38 @@ def _is_ours(what: object) -> bool:
 
 
 def _attachment(
-    optimizer: Any, device: Device, fused: FusedAdam | str, spec: StepSpec, *, check: bool
+    optimizer: Any,
+    device: Device,
+    fused: FusedAdam | str,
+    spec: StepSpec,
+    *,
+    check: bool,
+    tell: StepTell | None,
 ) -> StepAttachment:
     if isinstance(fused, str):
         attachment = StepAttachment(optimizer, device, None, None, checks=False)
         attachment.status.why_not = fused
         return attachment
     counts = _counts(device, spec)
-    trials = Trials((OWN, *counts)) if check or spec.threads == "auto" else None
-    attachment = StepAttachment(optimizer, device, fused, trials, checks=check)
-    attachment.threads, attachment.may_stay = counts[0], spec.step == "auto"
+    contest = None
+    if spec.threads == "auto" or (check and spec.confirm is not None):
+        confirm = spec.confirm or StepConfirm()
+        contest = StepContest(counts, confirm, own_may_stay=spec.step == "auto", tell=tell)
+    attachment = StepAttachment(optimizer, device, fused, contest, checks=check)
+    attachment.threads = counts[0]
+    attachment.status.threads = None if contest is not None else counts[0]
     return attachment
 
 
 def _counts(device: Device, spec: StepSpec) -> tuple[int, ...]:
-    """Numbers of threads in the order in which they are timed."""
+    """Numbers of threads that are compared, the one to begin with first."""
     if spec.threads != "auto":
         return (spec.threads,)
     counts = thread_counts(device.most_threads())
-    return tuple(sorted(counts, key=lambda count: (count != spec.begins_with, count)))
+    if spec.begins_with not in counts:
+        return counts
+    at = counts.index(spec.begins_with)
+    return (counts[at], *counts[max(at - 1, 0) : at], *counts[at + 1 : at + 2])
 
 
 def _fused(optimizer: Any, device: Device, spec: StepSpec) -> FusedAdam | str:

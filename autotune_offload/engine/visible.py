@@ -1,18 +1,9 @@
-"""What a user sees of a path where users look: ranges in a profiler's trace, events in DeepSpeed's monitor."""
+"""What a user sees of a path where users look: events in DeepSpeed's monitor."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
-
-import torch
-
-from autotune_offload.machine.device import Device
-
-PREFIX = "autotune-offload: "
-"""Of every range; what follows names who carries, the epilogue, or what is waited for."""
 
 SECONDS = "Train/Offload/seconds"
 GAIN = "Train/Offload/gain"
@@ -21,18 +12,6 @@ SWITCHES = "Train/Offload/switches"
 committed to, and how often that was another than before."""
 
 _log = logging.getLogger("autotune_offload")
-
-
-@contextlib.contextmanager
-def named(device: Device, what: str) -> Iterator[None]:
-    """A range of that name, for the accelerator's own tools and for torch's profiler."""
-    name = PREFIX + what
-    device.push_range(name)
-    try:
-        with torch.profiler.record_function(name):
-            yield
-    finally:
-        device.pop_range()
 
 
 class Events:

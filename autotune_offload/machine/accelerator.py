@@ -105,7 +105,7 @@ class AcceleratorDevice(Device):
             unpin(pinned)
         pinned.set_()  # type: ignore[call-overload]  # the caller's reference, too, lets go of the block
         if not self.shares_host_memory:
-            _empty_host_cache()
+            empty_host_cache()
 
     # -- work --
 
@@ -203,7 +203,8 @@ def _nothing() -> None:
     return None
 
 
-def _empty_host_cache() -> None:
+def empty_host_cache() -> None:
+    """Give back the page-locked blocks that torch keeps for later; nothing where it keeps none."""
     newer = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
     empty = newer or getattr(torch._C, "_host_emptyCache", None)  # torch 2.5 to 2.8 on CUDA
     if empty is not None:

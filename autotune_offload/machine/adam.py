@@ -16,12 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autotune_offload.machine import compiled
+from autotune_offload.machine import compiled, variants
 from autotune_offload.records import Record
 
 SOURCE = Path(__file__).with_name("adam.c")
-FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-"""The compiler may fuse no operations of its own accord. The others change no value: they let it vectorize."""
+FLAGS = variants.PASSES[SOURCE.name]
 
 BLOCK_ELEMENTS = 128
 """DeepSpeed rounds down to eight vectors of at most sixteen values (`ROUND_DOWN(_param_size, SIMD_WIDTH * span)`):

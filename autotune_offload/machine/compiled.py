@@ -1,4 +1,4 @@
-"""C sources of this package, compiled for this processor on first use and loaded from a private folder.
+"""C sources of this package: built into the wheel, else compiled on first use and loaded from a private folder.
 
 Foreign calls release the GIL, so that host threads run such a pass side by side.
 """
@@ -20,25 +20,45 @@ from pathlib import Path
 
 from autotune_offload import places
 from autotune_offload.descendants import run_in_session
+from autotune_offload.machine import variants
 
-_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+_FLAGS = (*variants.FLAGS, "-march=native")
 _COMPILE_SECONDS = 60
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+_used: dict[str, str] = {}
+
+
+def used() -> dict[str, str]:
+    """What this process has asked for so far: by the source's name, where its pass comes from, or why there is none."""
+    return dict(_used)
 
 
 @functools.cache
 def library(source: Path, *flags: str) -> ctypes.CDLL | str:
     """The compiled source, or why there is none.
 
+    What came with the package for this processor goes first; what cannot be loaded is passed over.
+
     Args:
         source: a C file beside the module that calls it.
         flags: of the compiler, after those that every source gets.
     """
+    for level, path in variants.shipped(source, flags):
+        with contextlib.suppress(OSError):
+            found = ctypes.CDLL(str(path))
+            _used[source.stem] = f"came with the package, built for {level}"
+            return found
     try:
-        return ctypes.CDLL(str(_built(source, (*_FLAGS, *flags))))
+        found = ctypes.CDLL(str(_built(source, (*_FLAGS, *flags))))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         detail = getattr(error, "stderr", None)
-        return f"the fused pass could not be compiled or loaded: {(detail or str(error)).strip()[:300]}"
+        why = f"the fused pass could not be compiled or loaded: {(detail or str(error)).strip()[:300]}"
+        _used[source.stem] = f"not there, torch's operations or DeepSpeed's own step in its place: {why}"
+        return why
+    _used[source.stem] = "compiled on this host"
+    return found
 
 
 def _built(source: Path, flags: tuple[str, ...]) -> Path:

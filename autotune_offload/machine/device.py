@@ -24,6 +24,7 @@ from torch import Tensor
 from autotune_offload.errors import PinError
 from autotune_offload.machine import adam, host_pass
 from autotune_offload.machine.procfs import affinity
+from autotune_offload.machine.spans import Kept
 from autotune_offload.records import DeviceIdentity, HostFacts, Limits
 
 
@@ -107,6 +108,8 @@ class Device(ABC):
     identity: DeviceIdentity
     synchronous: bool
     shares_host_memory: bool
+    kept_ranges: Kept | None = None
+    """Where the ranges of a running job are kept (see `ranges`); None keeps none."""
     keeps_time: bool = False
     """Whether its clock is its own: what is handed to its threads has been done when they have taken it."""
     checked_elements: int = sys.maxsize

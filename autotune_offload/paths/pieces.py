@@ -15,6 +15,7 @@ from torch import Tensor
 from autotune_offload.errors import PinError
 from autotune_offload.machine import adam
 from autotune_offload.machine.device import Device, Event
+from autotune_offload.machine.ranges import named
 from autotune_offload.paths.step_stages import PIECE_ELEMENTS, QUEUED, ring_buffers
 from autotune_offload.records import Record
 
@@ -121,7 +122,8 @@ class Pieces:
             try:
                 while not stopped.is_set() and (number := next(numbers)) < len(progress.done):
                     begin, end = progress.bounds(number)
-                    piece(begin, end, number, None if rounded is None else rounded[begin:end])
+                    with named(self.device, "piece of the step"):
+                        piece(begin, end, number, None if rounded is None else rounded[begin:end])
             except BaseException:
                 stopped.set()
                 raise
@@ -151,7 +153,8 @@ class Pieces:
 
         def hand_over() -> None:
             number, future = under_way.popleft()
-            future.result()
+            with named(self.device, "wait for a piece of the step"):
+                future.result()
             begin, end = progress.bounds(number)
             ring.send(number, rounded[begin:end])
 
@@ -247,14 +250,16 @@ class _Ring:
         at = number % len(self)
         event, self._events[at] = self._events[at], None
         if event is not None:
-            event.synchronize()
+            with named(self._device, "wait for 16-bit weights"):
+                event.synchronize()
         return self._slots[at]
 
     def send(self, number: int, destination: Tensor) -> None:
         """Copy the buffer of piece `number`, without waiting for it."""
         at = number % len(self)
-        self._device.h2d(destination, self._slots[at][: destination.numel()], non_blocking=True)
-        self._events[at] = self._device.record_event()
+        with named(self._device, "16-bit weights to the device"):
+            self._device.h2d(destination, self._slots[at][: destination.numel()], non_blocking=True)
+            self._events[at] = self._device.record_event()
 
     def drain(self) -> None:
         """Return when every copy is done."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autotune_offload.machine.device import Device
+from autotune_offload.machine.ranges import named
 from autotune_offload.paths.path import GradientPath, Spec, chunks
 from autotune_offload.paths.threads import HostThreads
 
@@ -63,12 +64,15 @@ class Ring:
         slot = self._slots[0]
         self._empty(slot)
         arrived = slot.buffer[: source.numel()]
-        self._device.d2h(arrived, source, non_blocking=True)
-        event = self._device.record_event()
+        with named(self._device, "piece into the ring"):
+            self._device.d2h(arrived, source, non_blocking=True)
+            event = self._device.record_event()
 
         def work() -> None:
-            event.synchronize()
-            piece.land(arrived)
+            with named(self._device, "wait for a piece"):
+                event.synchronize()
+            with named(self._device, "piece out of the ring"):
+                piece.land(arrived)
 
         slot.arrived, slot.piece, slot.work = arrived, piece, work
         if self._threads.count:
@@ -80,7 +84,8 @@ class Ring:
         if slot.work is None:
             return
         if slot.future is not None:
-            slot.future.result()
+            with named(self._device, "wait for a thread"):
+                slot.future.result()
         else:
             slot.work()
         slot.clear()  # only now: whoever was interrupted comes back

@@ -48,6 +48,18 @@ class Wrong(Record, frozen=True, kw_only=True):
     why: str
 
 
+class FoundStep(Record, frozen=True, kw_only=True):
+    """What is known about the optimizer step."""
+
+    threads: int
+    """Host threads of the compiled pass where that was the fastest; 0 for DeepSpeed's own step."""
+    words: str
+    when: str = ""
+    """UTC, ISO 8601."""
+    differs: bool = False
+    """Whether the pass gave other bits: then it is not tried again here."""
+
+
 class Outcome(Record, frozen=True, kw_only=True):
     """What is known about one choice."""
 
@@ -59,6 +71,7 @@ class Outcome(Record, frozen=True, kw_only=True):
     when: str = ""
     """UTC, ISO 8601."""
     wrong: tuple[Wrong, ...] = ()
+    step: FoundStep | None = None
     schema: int = _SCHEMA
 
 
@@ -102,13 +115,19 @@ def forget(profile: File) -> bool:
 def sentences(outcome: Outcome) -> list[str]:
     """For people, one a finding."""
     found = [f"confirmed {outcome.when}: {outcome.confirmed}"] if outcome.confirmed else []
-    return found + [f"not tried again: {path_in_words(wrong.way)}: {wrong.why}" for wrong in outcome.wrong]
+    found += [f"not tried again: {path_in_words(wrong.way)}: {wrong.why}" for wrong in outcome.wrong]
+    step = outcome.step
+    if step is not None:
+        kind = "not tried again: the compiled pass" if step.differs else f"confirmed {step.when}"
+        found.append(f"{kind}: {step.words}")
+    return found
 
 
 def merged(former: Outcome, later: Outcome) -> Outcome:
-    """The later finding, and all that was found wrong; of one path the later word counts."""
+    """The later findings, and all that was found wrong; of one path the later word counts."""
     wrong = {each.way: each for each in (*former.wrong, *later.wrong)}
     base = later if later.confirmed else former
+    base = structs.replace(base, step=later.step or former.step)
     return structs.replace(base, wrong=tuple(each for way, each in wrong.items() if _stays(way, base)))
 
 

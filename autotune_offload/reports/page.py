@@ -38,7 +38,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _NARROW, _WIDE, _PANEL = 330, 1000, 330
 """CSS pixels: on a phone, on a desktop, and of one of several side by side."""
 
-_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """PCI Express, one lane, one direction, after line coding and before packet headers (PCI-SIG, base
 specifications 1.0 to 6.0: 2.5 and 5 GT/s with 8b/10b, 8 to 32 GT/s with 128b/130b, 64 GT/s in 242B/256B flits)."""
 
@@ -273,7 +273,7 @@ def ceiling(profile: Profile) -> Ceiling | None:
     device = profile.device
     if simulated(profile):
         return _described_ceiling(device.name)
-    lane = _LANE_GBPS.get(device.link_generation or 0)
+    lane = LANE_GBPS.get(device.link_generation or 0)
     if lane is None or not device.link_width:
         return None
     return Ceiling(gbps=lane * device.link_width, name=f"PCIe {device.link_generation} x{device.link_width}")

@@ -1,7 +1,6 @@
 """The stages of a gradient and of a step as a trace for Chrome (about:tracing) and Perfetto (ui.perfetto.dev).
 
 Computed from the curves, as `timeline` places them; nothing was traced. Each way is a process with a row for each lane.
-Source of the form: the Trace Event Format document, complete events ("X") and metadata ("M"), times in microseconds.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from autotune_offload import trace_event
 from autotune_offload.records import Profile
 from autotune_offload.reports.alternatives import alternatives, best_of_each
 from autotune_offload.reports.steps import best_steps
@@ -32,25 +32,14 @@ def trace(named: Iterable[tuple[str, Profile]]) -> dict[str, Any]:
             words = [name, f"optimizer step: {step.name}", "(chosen)" if step.chosen else ""]
             line = step_timeline(profile, step.way)
             events += _of_line(line, " ".join(filter(None, words)), len(events) + 1)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return trace_event.document(events)
 
 
 def _of_line(line: Timeline, name: str, process: int) -> Iterator[dict[str, Any]]:
     used = [lane for lane in _LANES if any(stage.lane == lane for stage in line.stages)]
-    yield _meta("process_name", process, 0, f"{name}, {line.elements:,} elements")
+    yield trace_event.named_process(process, f"{name}, {line.elements:,} elements")
     for lane in used:
-        yield _meta("thread_name", process, _LANES.index(lane), lane)
+        yield trace_event.named_thread(process, _LANES.index(lane), lane)
     for stage in line.stages:
-        yield {
-            "ph": "X",
-            "name": stage.what,
-            "cat": "computed",
-            "pid": process,
-            "tid": _LANES.index(stage.lane),
-            "ts": stage.start_seconds * 1e6,
-            "dur": stage.seconds * 1e6,
-        }
-
-
-def _meta(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+        row = _LANES.index(stage.lane)
+        yield trace_event.complete(stage.what, "computed", process, row, stage.start_seconds, stage.seconds)

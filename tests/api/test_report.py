@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ from autotune_offload.api.report import Report, report, reports
 from autotune_offload.engine.attach import detach
 from autotune_offload.engine.delivery import Delivery
 from autotune_offload.engine.tally import Carried
+from autotune_offload.errors import ConfigError
+from autotune_offload.machine.spans import Ranges, Span
 from autotune_offload.records import to_plain
 from tests.engine.test_attach import (
     SIZES,
@@ -288,3 +291,17 @@ def test_what_a_path_page_locks_is_counted_as_long_as_it_is_held(path: str, plac
     assert all(f"{name}: {count:,} bytes" in report(engine).text() for name, count in locked.items())
     detach(engine)
     assert page_locked(engine) == {} == engine.device.pinned
+
+
+def test_a_trace_needs_something_that_ran(tmp_path: Path) -> None:
+    """Else it says so; nor does a folder in the file's place pass for one."""
+    with pytest.raises(ConfigError, match="nothing to trace"):
+        Report(profile=None).trace(tmp_path / "run.json")
+    ran = Report(profile=None, ranges=(Ranges(spans=(Span("epilogue", 1, 2.0, 0.5),), count=7),))
+    with pytest.raises(ConfigError, match="name another file"):
+        ran.trace(tmp_path)
+    ran.trace(str(tmp_path / "run.json"))
+    document = json.loads((tmp_path / "run.json").read_text("utf-8"))
+    (event,) = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert (event["name"], event["ts"], event["dur"]) == ("epilogue", 0.0, 5e5)
+    assert document["otherData"]["kept"] == "the latest 1 of 7 ranges"

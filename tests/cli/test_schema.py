@@ -20,6 +20,7 @@ from autotune_offload.doctor.examine import Examination
 from autotune_offload.engine.trainee import Timing
 from autotune_offload.engine.verify import Ratio, VariantResult, Verification
 from autotune_offload.errors import ConfigError
+from autotune_offload.profiles import outcomes
 from autotune_offload.profiles.fleet import member, survey
 from autotune_offload.profiles.store import Store
 from autotune_offload.records import Change, Finding, Settings, to_plain
@@ -86,6 +87,7 @@ def test_without_a_name_it_lists_them() -> None:
         ("explain", ["explain"]),
         ("profiles-list", ["profiles", "list"]),
         ("profiles-path", ["profiles", "path"]),
+        ("profiles-forget", ["profiles", "forget", "--all"]),
         ("profiles-prune", ["profiles", "prune", "--all", "--yes"]),
         ("run", ["run", "--environment"]),
         ("simulate", ["simulate", "--list"]),
@@ -97,6 +99,27 @@ def test_what_a_verb_prints_is_as_its_schema_says(stored: Path, name: str, argum
     """Every value, and no key that is not named."""
     assert stored.exists()
     assert wrong(name, said(*arguments)) == []
+
+
+def test_findings_of_runs_are_as_the_schemas_say(stored: Path) -> None:
+    """What runs have found out about a choice, listed and forgotten."""
+    choice = outcomes.Way.of(make_profile().choice)
+    outcomes.save(stored, outcomes.Outcome(choice=choice, winner=choice, confirmed="is faster", when="2026"))
+    listed = said("profiles", "list")
+    assert listed["profiles"][0]["found"] and wrong("profiles-list", listed) == []
+    forgotten = said("profiles", "forget")
+    assert forgotten == {"forgotten": [str(stored)]} and wrong("profiles-forget", forgotten) == []
+
+
+def test_a_decided_step_is_explained_as_the_schema_says(stored: Path, tmp_path: Path) -> None:
+    """With its alternatives and parts; no part of the document is left open."""
+    del stored
+    simulated = tmp_path / "gh200.json"
+    simulated.write_text(json.dumps(said("simulate", "gh200", "--plan", "quick", "--params", "20m")))
+    found = said("explain", str(simulated))
+    assert found["step"]["alternatives"] and found["step"]["parts_seconds"]
+    assert wrong("explain", found) == []
+    assert wrong("explain", {**found, "step": {**found["step"], "threads": "many"}}) != []
 
 
 def test_a_file_that_cannot_be_read_has_a_row_that_fits(stored: Path) -> None:

@@ -36,8 +36,19 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 def test_a_healthy_machine_answers_everything(healthy: Answers) -> None:
     """No error, no death, and a module in the working directory is not taken for the real one."""
     assert (dict(healthy.errors), healthy.died) == ({}, None)
-    told = {"torch", "deepspeed", "config", "compiler", "device", "native_pins", "link", "profile"}
+    told = {
+        "torch",
+        "deepspeed",
+        "config",
+        "compiler",
+        "host_passes",
+        "device",
+        "native_pins",
+        "link",
+        "profile",
+    }
     assert set(healthy.answers) == told
+    assert set(healthy.answers["host_passes"]) == {"adam", "widen"}
     assert healthy.answers["deepspeed"] == importlib.metadata.version("deepspeed")
     assert healthy.answers["torch"]["threads"] >= 1
 

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
+from autotune_offload.api.report import Report
 from autotune_offload.engine import attach as engine_attach
 from autotune_offload.engine.entrants import Confirm, Told
-from autotune_offload.engine.visible import PREFIX
 from autotune_offload.machine.accelerator import AcceleratorDevice
+from autotune_offload.machine.ranges import PREFIX
 from autotune_offload.testing import FakeAccelerator
 from tests.engine.loops import SPECS, LateDevice
 from tests.matrix.driver import HABITS, Case, Trace, start, started
@@ -177,6 +178,9 @@ def watched(folder: Path) -> list[list[str]]:
         loop.step(step)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         loop.step(5)
+    kept = engine_attach.kept_ranges(engine)
+    assert kept is not None
+    Report(profile=None, ranges=(kept.now(),)).trace(folder / "run.json")
     engine.destroy()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     return list(_ours(profiler.profiler.kineto_results.experimental_event_tree(), ()))

@@ -53,7 +53,7 @@ class Job:
 
     def until_committed(self) -> Conclusion:
         """However long that takes, within the bound."""
-        bound = slots(len(self.state._pins), MOST_ROUNDS)
+        bound = slots(len(self.state._costs), MOST_ROUNDS)
         while self.state.exploring:
             assert len(self.carried) < bound
             self.run(1)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from autotune_offload.engine.visible import GAIN, PREFIX, SECONDS, SWITCHES
+from autotune_offload.engine.visible import GAIN, SECONDS, SWITCHES
+from autotune_offload.machine.ranges import PREFIX
 from tests import CHECKOUT
 from tests.engine.confirming import CASES
 from tests.matrix.__main__ import environment
@@ -102,6 +103,20 @@ def test_a_trace_shows_who_carries_and_what_is_waited_for(said: dict[str, Any]) 
     epilogue = f"{PREFIX}epilogue"
     micro_step = [[epilogue], [epilogue, f"{PREFIX}{BEST}"], [epilogue, f"{PREFIX}wait for {BEST}"]]
     assert said["ranges"] == 2 * micro_step
+
+
+@pytest.mark.usefixtures("said")
+def test_what_ran_can_be_written_without_a_profiler(folder: Path) -> None:
+    """Six steps of two micro-steps: the epilogue, in it who carries, and the wait."""
+    document = json.loads((folder / "run.json").read_text("utf-8"))
+    complete = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    epilogues = [event for event in complete if event["name"] == "epilogue"]
+    waits = [event for event in complete if event["name"].startswith("wait for ")]
+    assert len(epilogues) == len(waits) == 6 * 2
+    for epilogue, wait in zip(epilogues, waits, strict=True):
+        assert epilogue["ts"] <= wait["ts"]
+        assert wait["ts"] + wait["dur"] <= epilogue["ts"] + epilogue["dur"] + 1e-3
+    assert {event["name"] for event in complete} >= {OWN, BEST}
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])

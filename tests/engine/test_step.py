@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from autotune_offload.engine import step_attach, step_stage3
@@ -26,6 +27,7 @@ from autotune_offload.engine.step_attach import (
 from autotune_offload.engine.step_check import CHECKED_STEPS, sampled
 from autotune_offload.machine import adam, compiled
 from autotune_offload.machine.device import Device
+from autotune_offload.machine.ranges import PREFIX
 from autotune_offload.paths.pieces import Pieces, Target
 from tests.engine.stand_ins import REAL_PIECE_OF, CpuAdamOperation, DeepSpeedZeroOptimizer_Stage3, Engine
 from tests.fakes import DeferredDevice
@@ -177,7 +179,7 @@ def test_the_first_steps_are_deepspeeds_and_compared() -> None:
     _, status = attached(ours, StepSpec(piece_elements=256), check=True)
     seen: list[Any] = []
     assert same(
-        trained(stock, 60), trained(ours, 60, lambda step: seen.append((status.check, status.choice)))
+        trained(stock, 60), trained(ours, 60, lambda step: seen.append((status.check, status.threads)))
     )
     assert [check is not None for check, _ in seen[:5]] == [False] * CHECKED_STEPS + [True] * 2
     assert (
@@ -185,7 +187,7 @@ def test_the_first_steps_are_deepspeeds_and_compared() -> None:
         and status.check.mismatch is None
         and status.check.elements == 3 * (896 + 4096)
     )
-    assert seen[CHECKED_STEPS + 5][1] is None and status.choice is not None
+    assert seen[CHECKED_STEPS + 5][1] is None and status.threads is not None and status.confirmed is not None
 
 
 def test_one_differing_bit_takes_the_pass_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -334,7 +336,7 @@ class ManyThreads(Shared):
 
 
 def test_trials_begin_with_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's own step, then the decided number of threads, then the others from the fewest up."""
+    """The decided number of threads and its neighbours, or all where none was; each first makes a step to warm up."""
     used: list[int] = []
     run = Pieces.run
 
@@ -343,13 +345,13 @@ def test_trials_begin_with_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> 
         run(self, *args)
 
     monkeypatch.setattr(Pieces, "run", noted)
-    for begins_with, order in ((2, [2, 1, 4]), (None, [1, 2, 4]), (3, [1, 2, 4])):
+    for begins_with, counts in ((2, {1, 2, 4}), (4, {2, 4}), (None, {1, 2, 4}), (3, {1, 2, 4})):
         used.clear()
         _, ours = pairs(sizes=(4096,))
         device = ManyThreads()
         attached(ours, StepSpec(begins_with=begins_with), device=device)
-        trained(ours, 4)
-        assert used == order, begins_with
+        trained(ours, len(counts))
+        assert len(used) == len(counts) and set(used) == counts, begins_with
 
 
 def test_no_threads_to_be_had_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,3 +625,45 @@ def test_checkpoint_loading_reassigns_as_deepspeed_does() -> None:
     ours._reassign_or_swap_out_partitioned_parameters(0)
     ours._post_step(set())
     assert ours.fp16_partitioned_groups_flat[0].eq(2.0).all() and len(ours.posted) == 2
+
+
+# -- what a trace shows ---------------------------------------------------------------------------
+
+
+def ranges_of(optimizer: DeepSpeedZeroOptimizer_Stage3) -> list[list[str]]:
+    """Ours in one step, each behind those that it lies in, as torch's profiler reads them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        trained(optimizer, 1)
+    found = []
+    for event in profiler.events():
+        chain, at = [], event
+        while at is not None:
+            chain.append(at.name)
+            at = at.cpu_parent
+        if event.name.startswith(PREFIX):
+            found.append([name.removeprefix(PREFIX) for name in reversed(chain) if name.startswith(PREFIX)])
+    return found
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_trace_shows_the_pass_its_pieces_and_its_waits(
+    monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """Pieces of the calling thread on the host; on a device what is sent, and waited for at the end."""
+    _, ours = pairs(sizes=(1024,))
+    device = apart(monkeypatch, DeferredDevice()) if on_device else Shared()
+    attached(ours, structs.replace(FUSED, threads=1), device=device)
+    found, the_pass = ranges_of(ours), "the pass, host threads: 1"
+    sent = [[the_pass, "wait for a piece of the step"], [the_pass, "16-bit weights to the device"]]
+    pieces = 4 * (sent if on_device else [[the_pass, "piece of the step"]])
+    assert sorted(each for each in found if each[0] == the_pass) == sorted([[the_pass], *pieces])
+    waits = [each for each in found if each[0] == "wait for the step's weights"]
+    assert waits[0] == ["wait for the step's weights"] and len(waits) == (5 if on_device else 1)
+
+
+def test_nothing_is_recorded_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one entry of torch's profiler, whose context costs microseconds."""
+    monkeypatch.setattr(torch.profiler, "record_function", None)
+    _, ours = pairs()
+    attached(ours)
+    trained(ours, 2)

@@ -189,7 +189,7 @@ def test_released_blocks_leave_torchs_cache(cuda: FakeAccelerator, monkeypatch: 
     pinned = device.pinned_empty(4, torch.float32)
     left: list[int] = []
     monkeypatch.setattr(
-        accelerator, "_empty_host_cache", lambda: left.append(pinned.untyped_storage().nbytes())
+        accelerator, "empty_host_cache", lambda: left.append(pinned.untyped_storage().nbytes())
     )
     device.release_pinned(pinned)
     assert left == [0]

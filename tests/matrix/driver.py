@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -66,6 +66,9 @@ class Case:
     overflow: bool = False
     habit: str = "plain"
     steps: int = 20
+    overlap: bool | None = None
+    """What `overlap_comm` says; None leaves it to DeepSpeed."""
+    pin_memory: bool = False
     spec: Spec = field(default_factory=Spec)
 
     @property
@@ -73,7 +76,9 @@ class Case:
         """The fields that differ from the defaults."""
         plain, words = Case(group=self.group), [self.dtype]
         for key, value in asdict(self).items():
-            if key in {"group", "dtype", "steps", "spec"} or value == getattr(plain, key):
+            if key in {"group", "dtype", "steps", "overlap", "pin_memory", "spec"} or value == getattr(
+                plain, key
+            ):
                 continue
             words.append(key.replace("_size", "") if value is True or "size" in key else f"{key} {value}")
         added = "/added on the host" * (self.spec.accumulate == "host")
@@ -215,13 +220,15 @@ def config(case: Case) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": False},
-            "offload_param": {"device": "cpu", "pin_memory": False},
+            "offload_optimizer": {"device": "cpu", "pin_memory": case.pin_memory},
+            "offload_param": {"device": "cpu", "pin_memory": case.pin_memory},
             "sub_group_size": case.sub_group_size,
             "reduce_bucket_size": case.reduce_bucket_size,
             "stage3_param_persistence_threshold": 0,
         },
     }
+    if case.overlap is not None:
+        settings["zero_optimization"]["overlap_comm"] = case.overlap
     if case.habit == "offload_states":
         del settings["zero_optimization"]["offload_param"]
     if case.habit == "unmanaged":
@@ -309,7 +316,7 @@ def digest(tensors: Any) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
         same = tensor.detach().masked_fill(tensor.isnan(), torch.nan)
-        sha.update(same.contiguous().view(torch.uint8).numpy())
+        sha.update(same.cpu().contiguous().view(torch.uint8).numpy())
     return sha.hexdigest()[:16]
 
 
@@ -327,7 +334,8 @@ class Loop:
 
     def backward(self, step: int, micro_step: int) -> None:
         """One micro-batch."""
-        x = torch.randn(ROWS, INPUT, generator=self.batches).to(DTYPES[self.case.dtype])
+        x = torch.randn(ROWS, INPUT, generator=self.batches)
+        x = x.to(self.engine.device, DTYPES[self.case.dtype])
         # with accumulation, some windows use the layer for the first time in a later micro-step
         everything = not self.case.unused or (step + micro_step) % 3 == 0
         loss = self.engine(x, everything).float().pow(2).mean()
@@ -410,6 +418,7 @@ class Coming(Loop):
     """The path is taken out and put in again, also in the middle of an accumulation and before a step."""
 
     attached: Spec | None = None
+    device: Any = None
 
     def backward(self, step: int, micro_step: int) -> None:
         """Takes turns."""
@@ -429,7 +438,7 @@ class Coming(Loop):
         from autotune_offload.engine.attach import detach
 
         if self.attached is not None and not detach(self.engine) and number % 2:
-            attached(self.engine, self.attached)
+            attached(self.engine, self.attached, self.device)
 
 
 class OffloadStates(Loop):
@@ -501,16 +510,21 @@ HABITS: dict[str, type[Loop]] = {
 }
 
 
-def train(case: Case, spec: Spec | None) -> Trace:
-    """One run, with DeepSpeed's own code or with the path of `spec`."""
+def train(case: Case, spec: Spec | None, prepare: Callable[[Any], Any] | None = None) -> Trace:
+    """One run, with DeepSpeed's own code or with the path of `spec`.
+
+    `prepare` is given the engine, and returns the device on which the path is built; else that is `apart` or
+    DeepSpeed's.
+    """
     engine = start(case)
     try:
         loop = HABITS[case.habit](case, engine)
         status = None
         if spec is not None:
-            status = attached(engine, spec)
+            device = None if prepare is None else prepare(engine)
+            status = attached(engine, spec, device)
             if isinstance(loop, Coming):
-                loop.attached = spec
+                loop.attached, loop.device = spec, device
         for step in range(case.steps):
             loop.step(step)
         if status is not None:
@@ -522,11 +536,12 @@ def train(case: Case, spec: Spec | None) -> Trace:
         gc.collect()
 
 
-def attached(engine: Any, spec: Spec) -> Any:
+def attached(engine: Any, spec: Spec, device: Any = None) -> Any:
     """The status of a path that must have been attached."""
     from autotune_offload.engine.attach import attach
 
-    device = apart() if spec.accumulate == "host" else None
+    if device is None and spec.accumulate == "host":
+        device = apart()
     status = attach(engine, spec, device)  # type: ignore[arg-type]  # plain fields, not literals
     if status.why_not is not None:
         raise AssertionError(f"not attached: {status.why_not}")
@@ -553,8 +568,8 @@ def _expect_used(case: Case, status: Any) -> None:
         raise AssertionError(f"the self-check has not run: {status.check}")
 
 
-def compare(case: Case) -> dict[str, Any]:
-    """One case, both ways."""
+def compare(case: Case, prepare: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    """One case, both ways; `prepare` is that of `train`."""
     began = time.perf_counter()
     result: dict[str, Any] = {
         "group": case.group,
@@ -570,7 +585,7 @@ def compare(case: Case) -> dict[str, Any]:
         result["digest"] = hashlib.sha256(repr(stock.exact).encode()).hexdigest()[:16]
         result["overflows"] = sum(value is True for what, value in stock.exact if what.startswith("overflow"))
         try:
-            result["difference"] = stock.difference(train(case, case.spec))
+            result["difference"] = stock.difference(train(case, case.spec, prepare))
         except Exception as error:
             result["difference"] = f"{type(error).__name__}: {error}"[:300]
     result["seconds"] = round(time.perf_counter() - began, 2)
@@ -579,7 +594,7 @@ def compare(case: Case) -> dict[str, Any]:
 
 @contextmanager
 def started() -> Iterator[None]:
-    """DeepSpeed ready in this process: no C++ build, fp16 allowed on the CPU, gloo."""
+    """DeepSpeed ready in this process: no C++ build, fp16 allowed on the CPU, where messages go by gloo."""
     import deepspeed
     import deepspeed.comm
     from deepspeed.accelerator import get_accelerator
@@ -588,7 +603,9 @@ def started() -> Iterator[None]:
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True
-    deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    on_cpu = str(accelerator.device_name()) == "cpu"
+    backend = "gloo" if on_cpu else accelerator.communication_backend_name()
+    deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     gc.freeze()  # older versions collect garbage ten times an engine, through all that was imported
     try:
         yield

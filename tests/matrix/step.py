@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ class StepCase:
     threads: int = 2
     habit: str = "plain"
     steps: int = 20
+    overlap: bool | None = None
+    """What `overlap_comm` says; None leaves it to DeepSpeed."""
 
     @property
     def name(self) -> str:
@@ -83,6 +85,7 @@ def config(case: StepCase) -> dict[str, Any]:
         accumulation=case.accumulation,
         clipping=case.clipping,
         sub_group_size=case.sub_group_size,
+        overlap=case.overlap,
     )
     settings = driver.config(like)
     settings["fp16"]["initial_scale_power"] = 16
@@ -115,10 +118,11 @@ def start(case: StepCase) -> Any:
 class Loop:
     """One training run, with or without the pass."""
 
-    def __init__(self, case: StepCase, *, fused: bool) -> None:
-        """Attaches it, as the case says."""
+    def __init__(self, case: StepCase, *, fused: bool, prepare: Callable[[Any], Any] | None = None) -> None:
+        """Attaches it, as the case says, on the device that `prepare` returns for the engine, or DeepSpeed's."""
         self.case, self.fused, self.trace = case, fused, Trace()
         self.engine = start(case)
+        self.device = prepare(self.engine) if fused and prepare is not None else None
         self.status: Any = None
         self.batches = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", "0")))
         if fused:
@@ -129,9 +133,10 @@ class Loop:
         from autotune_offload.engine.step_attach import StepSpec, attach_step
 
         if self.case.habit == "with_path":
-            driver.attached(self.engine, driver.Spec())
+            driver.attached(self.engine, driver.Spec(), self.device)
         spec = StepSpec(step="fused", threads=self.case.threads, piece_elements=PIECE_ELEMENTS)
-        self.status = attach_step(self.engine, spec, check=self.case.habit in {"checked", "coming_and_going"})
+        check = self.case.habit in {"checked", "coming_and_going"}
+        self.status = attach_step(self.engine, spec, self.device, check=check)
 
     def run(self) -> Trace:
         """All steps."""
@@ -161,7 +166,8 @@ class Loop:
     def step(self, step: int) -> None:
         """One optimizer step with its micro-batches; with `overflow` too large a one in the middle."""
         for _ in range(self.case.accumulation):
-            x = torch.randn(ROWS, INPUT, generator=self.batches).to(DTYPES[self.case.dtype])
+            x = torch.randn(ROWS, INPUT, generator=self.batches)
+            x = x.to(self.engine.device, DTYPES[self.case.dtype])
             if self.case.overflow and step == 10:
                 x *= 2000
             loss = self.engine(x, True).float().pow(2).mean()
@@ -222,8 +228,8 @@ class Loop:
             raise AssertionError("no step was made by the pass")
 
 
-def compare(case: StepCase) -> dict[str, Any]:
-    """One case, both ways."""
+def compare(case: StepCase, prepare: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    """One case, both ways; `prepare` is that of `Loop`."""
     began = time.perf_counter()
     result: dict[str, Any] = {
         "group": case.group,
@@ -240,7 +246,9 @@ def compare(case: StepCase) -> dict[str, Any]:
         if case.overflow and not result["overflows"]:
             result["difference"] = "no step overflowed"
         try:
-            result["difference"] = result["difference"] or stock.difference(Loop(case, fused=True).run())
+            result["difference"] = result["difference"] or stock.difference(
+                Loop(case, fused=True, prepare=prepare).run()
+            )
         except Exception as error:
             result["difference"] = f"{type(error).__name__}: {error}"[:300]
     result["seconds"] = round(time.perf_counter() - began, 2)

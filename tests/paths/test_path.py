@@ -17,6 +17,7 @@ from torch import Tensor
 from autotune_offload.errors import ConfigError, PinError
 from autotune_offload.machine.accelerator import AcceleratorDevice
 from autotune_offload.machine.device import Device
+from autotune_offload.machine.ranges import PREFIX
 from autotune_offload.paths.build import build
 from autotune_offload.paths.path import GradientPath, destination_memory, widen_in_place
 from autotune_offload.paths.stock import stock_path
@@ -508,3 +509,19 @@ def test_the_ranges_of_the_sequences_leave_no_gap() -> None:
         "0.16.3 to 0.19.4",
         "0.19.5 and newer",
     ]
+
+
+def test_a_trace_shows_each_piece_on_its_way_through_a_ring() -> None:
+    """Into it, and out of it behind its wait; a buffer is emptied before it is filled again."""
+    device, elements = DeferredDevice(), 256
+    spec = Spec(path="staged", buffer_bytes=2 * elements, buffer_count=2)
+    path = build(device, spec, torch.bfloat16)
+    source, destination = torch.ones(3 * elements, dtype=torch.bfloat16), torch.zeros(3 * elements)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        path.offload(source, destination)
+        path.drain()
+    path.close()
+    ours = [e.name.removeprefix(PREFIX) for e in profiler.events() if e.name.startswith(PREFIX)]
+    put, out = ["piece into the ring"], ["wait for a piece", "piece out of the ring"]
+    assert ours == [*put, *put, *out, *put, *out, *out]
+    assert torch.equal(destination, torch.ones(3 * elements))

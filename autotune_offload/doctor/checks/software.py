@@ -141,7 +141,7 @@ def _another_build(devices: Sequence[bus.BusDevice]) -> str:
 
 
 def compiler(case: Case) -> Iterator[Finding]:
-    """Whether the fused pass of `host_pass` can be compiled."""
+    """Whether the fused pass of `host_pass` came with the package or can be compiled."""
     why = case.answers.errors.get("compiler") or case.answers.answers.get("compiler")
     if why:
         yield Finding(
@@ -149,7 +149,7 @@ def compiler(case: Case) -> Iterator[Finding]:
             severity="costs",
             found=str(why),
             costs="a gradient's cast and norm take three passes over memory in place of one: about twice the time",
-            fix="install a C compiler (`apt install gcc`), or name one in CC",
+            fix="install the wheel for this architecture or a C compiler (`apt install gcc`), or name one in CC",
         )
 
 

@@ -1,0 +1,119 @@
+"""Part: the cases of `tests.matrix` on the installed DeepSpeed, with overlap on and streams held up where they can be.
+
+Every case trains twice, by DeepSpeed's own code and by ours, and after each step all that can be seen is compared to
+the bit. Sleeps of drawn lengths stand before our copies, casts, sums and events, and in the compute stream, so that a
+wait that is missing somewhere lets somebody read memory before its values are there. A case's number is its seed. As a
+control DeepSpeed's own code trains twice: where that differs, the device computes otherwise from run to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.device.scene import Scene, real_kind
+from benchmarks.device.sleeps import SleepyDevice, hold_up_backward, sleeper
+from benchmarks.device.training import trainable
+from tests.matrix import driver
+from tests.matrix import step as with_adam
+from tests.matrix.driver import LARGE, SMALL_BUCKET, SMALL_SUB_GROUP, Case, Spec
+
+_CONTROL_STEPS = 50
+
+Compare = Callable[[Callable[[Any], Any] | None], dict[str, Any]]
+
+
+def run(scene: Scene) -> None:
+    """Case by case, as many as there is time for; the first ones cover all that is claimed."""
+    results: list[dict[str, Any]] = []
+    sleep = sleeper(real_kind()) if scene.fake is None else None
+    scene.keep(
+        steps=scene.sizes.steps,
+        sleeps="before copies, casts, sums, events and in the compute stream" if sleep else None,
+        cases=results,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with trainable():
+        scene.keep(control=control(scene))
+        for number, (name, compare) in scene.in_time(list(enumerate(_cases(scene)))):
+            held = _Held(scene, sleep, number)
+            result = compare(held.prepare)
+            results.append({**result, "name": name, "sleeps": held.slept})
+            scene.keep(cases=results)
+
+
+def control(scene: Scene) -> str | None:
+    """DeepSpeed's own code against itself: what differs there is nothing that a path has done."""
+    case = dataclasses.replace(
+        next(chosen(locks=False)), steps=min(scene.sizes.steps, _CONTROL_STEPS), overlap=True
+    )
+    return driver.train(case, None).difference(driver.train(case, None))
+
+
+class _Held:
+    """The device of one case, and how often it slept."""
+
+    def __init__(self, scene: Scene, sleep: Callable[[int], None] | None, seed: int) -> None:
+        self._scene, self._sleep, self._seed = scene, sleep, seed
+        self._device: SleepyDevice | None = None
+
+    def prepare(self, engine: Any) -> Any:
+        """Hooks into the engine's layers; the device for the path."""
+        if self._sleep is None:
+            return self._scene.attached_device()
+        self._device = SleepyDevice(self._sleep, self._seed)
+        hold_up_backward(engine.module, self._device)
+        return self._device
+
+    @property
+    def slept(self) -> int:
+        """Sleeps that were queued."""
+        return 0 if self._device is None else self._device.slept
+
+
+def _cases(scene: Scene) -> Iterator[tuple[str, Compare]]:
+    """Paths and adding up first, then overflow, checkpoint, the step; after these whatever time allows."""
+    steps = scene.sizes.steps
+    locks = scene.told("here").get("why_not_pinned") is None
+    for case in chosen(locks=locks):
+        full = dataclasses.replace(case, steps=steps, overlap=True, pin_memory=locks)
+        yield full.name, functools.partial(driver.compare, full)
+    if scene.told("build").get("cpu_adam") is not None:
+        return
+    for step in steps_chosen():
+        whole = dataclasses.replace(step, steps=max(steps, 12), overlap=True)  # its overflow is in step 10
+        yield f"step: {whole.name}", functools.partial(with_adam.compare, whole)
+
+
+def chosen(*, locks: bool) -> Iterator[Case]:
+    """The cases of gradients, the most telling first; `locks`: whether page-locked memory is on offer."""
+    ring = Spec(path="staged", cast="host", host_threads=1, buffer_bytes=1 << 10)
+    pinned = Spec(path="pinned", cast="device", buffer_bytes=1 << 10)
+    for spec in (Spec(), pinned, ring) if locks else (Spec(), Spec(host_threads=2)):
+        yield Case(group="device", accumulation=2, clipping=0.1, reduce_bucket_size=SMALL_BUCKET, spec=spec)
+    first = pinned if locks else Spec()
+    yield Case(group="device", dtype="fp16", accumulation=2, overflow=True, clipping=0.1, spec=first)
+    yield Case(group="device", habit="checkpoint", clipping=0.1, spec=first)
+    on_host = dataclasses.replace(ring if locks else Spec(), accumulate="host")
+    yield Case(group="device", accumulation=4, clipping=0.1, sub_group_size=SMALL_SUB_GROUP, spec=on_host)
+    yield Case(group="device", habit="coming_and_going", accumulation=2, clipping=0.1, spec=first)
+    yield Case(group="device", checkpointing="non-reentrant", accumulation=2, spec=first)
+    for cast in ("host", "device"):
+        for path in ("staged", "pinned", "direct") if locks else ("direct",):
+            yield Case(
+                group="device", dtype="fp32" if path == "direct" else "bf16", unused=True, clipping=0.1,
+                reduce_bucket_size=SMALL_BUCKET if cast == "host" else LARGE,
+                spec=Spec(path=path, cast=cast, buffer_bytes=1 << 10, buffer_count=3),
+            )  # fmt: skip
+
+
+def steps_chosen() -> Iterator[with_adam.StepCase]:
+    """The cases of an optimizer step, the most telling first."""
+    yield with_adam.StepCase("step", offload_param=False, sub_group_size=with_adam.SMALL)
+    yield with_adam.StepCase("step", "fp16", accumulation=4, habit="with_path", overflow=True)
+    yield with_adam.StepCase("step", habit="checkpoint", sub_group_size=with_adam.SMALL)
+    yield with_adam.StepCase("step", accumulation=4, habit="with_path", offload_param=False)
