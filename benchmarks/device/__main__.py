@@ -19,7 +19,7 @@ from benchmarks.device.answers import FAILS
 from benchmarks.device.children import CHECKOUT, perform
 from benchmarks.device.claims import Verdict, judged
 from benchmarks.device.outcomes import Outcome
-from benchmarks.device.parts import PARTS, Part, limit_seconds
+from benchmarks.device.parts import PARTS, Part, asked_for, limit_seconds
 from tests import shared_memory
 
 LEAST_MINUTES = 0.5
@@ -90,7 +90,7 @@ def main() -> int:
         "short": options.short,
         "fake": options.fake,
     }
-    run = Run(folder, about, tuple(p for p in PARTS if p.name in options.parts), options.minutes * 60)
+    run = Run(folder, about, asked_for(options.parts), options.minutes * 60)
     before = shared_memory.buffers()
     try:
         with _stoppable():

@@ -48,6 +48,8 @@ def perform(
         outcome.state, outcome.why = "failed", f"could not be started: {error}"
     finally:
         outcome.seconds = time.monotonic() - began
+        if not outcome.ended_well:  # a build that was ended leaves a lock that the next one would wait for
+            op_builds.remove_stale_locks(Path(op_builds.environment()["TORCH_EXTENSIONS_DIR"]))
         outcome.found = outcomes.read(part_file(folder, outcome.name))
 
 

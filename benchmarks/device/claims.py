@@ -71,12 +71,6 @@ CLAIMS: tuple[Claim, ...] = (
         rule=rules.best_choice,
     ),
     Claim(
-        where="docs/how-it-decides.md",
-        quotation="Within the noise of the fastest, the path that pins less wins",
-        claim="A choice that is another in the next probe is as good, within 1.1.",
-        rule=rules.flips_cost_nothing,
-    ),
-    Claim(
         where="README.md",
         quotation="autotune-offload measures how the machine it runs on really copies",
         claim="Our copy rates are 0.9 to 1.1 of a plain loop's.",

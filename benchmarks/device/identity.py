@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.device.scene import Scene, real_kind
+from benchmarks.device.scene import Job, Scene, real_kind
 from benchmarks.device.sleeps import SleepyDevice, hold_up_backward, sleeper
 from benchmarks.device.training import trainable
 from tests.matrix import driver
@@ -23,8 +23,6 @@ from tests.matrix import step as with_adam
 from tests.matrix.driver import LARGE, SMALL_BUCKET, SMALL_SUB_GROUP, Case, Spec
 
 _CONTROL_STEPS = 50
-
-Compare = Callable[[Callable[[Any], Any] | None], dict[str, Any]]
 
 
 def run(scene: Scene) -> None:
@@ -39,10 +37,9 @@ def run(scene: Scene) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with trainable():
         scene.keep(control=control(scene))
-        for number, (name, compare) in scene.in_time(list(enumerate(_cases(scene)))):
-            held = _Held(scene, sleep, number)
-            result = compare(held.prepare)
-            results.append({**result, "name": name, "sleeps": held.slept})
+        for job in scene.in_time(list(_cases(scene))):
+            held = _Held(scene, sleep, len(results))
+            results.append({**job.work(held.prepare), "name": job.name, "sleeps": held.slept})
             scene.keep(cases=results)
 
 
@@ -75,18 +72,18 @@ class _Held:
         return 0 if self._device is None else self._device.slept
 
 
-def _cases(scene: Scene) -> Iterator[tuple[str, Compare]]:
-    """Paths and adding up first, then overflow, checkpoint, the step; after these whatever time allows."""
-    steps = scene.sizes.steps
-    locks = scene.told("here").get("why_not_pinned") is None
+def _cases(scene: Scene) -> Iterator[Job]:
+    """Paths first, then a step, overflow, checkpoint, adding up on the host; after these whatever time allows."""
+    steps, locks = scene.sizes.steps, scene.told("here").get("why_not_pinned") is None
+    gradients, with_steps = [], []
     for case in chosen(locks=locks):
         full = dataclasses.replace(case, steps=steps, overlap=True, pin_memory=locks)
-        yield full.name, functools.partial(driver.compare, full)
-    if scene.told("build").get("cpu_adam") is not None:
-        return
-    for step in steps_chosen():
+        gradients.append(Job(name=full.name, work=functools.partial(driver.compare, full)))
+    for step in steps_chosen() if scene.why_no_cpu_adam() is None else ():
         whole = dataclasses.replace(step, steps=max(steps, 12), overlap=True)  # its overflow is in step 10
-        yield f"step: {whole.name}", functools.partial(with_adam.compare, whole)
+        with_steps.append(Job(name=f"step: {whole.name}", work=functools.partial(with_adam.compare, whole)))
+    yield from (*gradients[:3], *with_steps[:1], *gradients[3:6], *with_steps[1:2])
+    yield from (*gradients[6:], *with_steps[2:])
 
 
 def chosen(*, locks: bool) -> Iterator[Case]:

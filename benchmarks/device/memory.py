@@ -29,7 +29,9 @@ def run(scene: Scene) -> None:
     failed: list[dict[str, str]] = []
     scene.keep(counted_by=host_counter()[0] if real_kind() != "cpu" else None)
     with trainable():
-        for name, spec, pinned in scene.in_time([(name, *way) for name, way in _ways(scene, locks).items()]):
+        ways = _ways(scene, locks)
+        for name in scene.in_time(ways):
+            spec, pinned = ways[name]
             try:
                 _life(scene, spec, pinned)
                 before = _standing()
@@ -83,7 +85,7 @@ def _life(scene: Scene, spec: Placed | None, pinned: bool) -> dict[str, Any]:
     accelerator, shape = deepspeed_accelerator(), shape_of(scene, _ROWS)
     start = _standing()
     engine, *_ = deepspeed.initialize(
-        model=mlp(shape), config=_config(pinned, cpu_adam=scene.told("build").get("cpu_adam", "") is None)
+        model=mlp(shape), config=_config(pinned, cpu_adam=scene.why_no_cpu_adam() is None)
     )
     try:
         if spec is not None:

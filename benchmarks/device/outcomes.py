@@ -26,6 +26,11 @@ class Outcome:
     seconds: float = 0.0
     found: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def ended_well(self) -> bool:
+        """Whether it came to its own end."""
+        return self.state == "done"
+
 
 def write(file: Path, document: object) -> None:
     """JSON in the file's place, whole or not at all; infinities and not-a-numbers become null."""

@@ -14,7 +14,9 @@ from benchmarks.device.answers import FAILS, HOLDS, UNKNOWN
 from benchmarks.device.claims import Verdict
 from benchmarks.device.page_parts import SECTIONS, table
 
-_MARKS = {HOLDS: "holds", FAILS: "**does not hold**", UNKNOWN: "not measurable here"}
+_MARKS = {HOLDS: "holds", FAILS: "**does not hold**"}
+
+_NAMED = 4
 
 
 def page(document: dict[str, Any]) -> str:
@@ -68,9 +70,19 @@ def _verdicts(verdicts: list[dict[str, Any]]) -> Iterator[str]:
     counts = [f"{sum(v['verdict'] == word for v in verdicts)} {word}" for word in order]
     yield f"### Claims: {', '.join(counts)}"
     yield ""
-    ordered = sorted(verdicts, key=lambda each: order.index(each["verdict"]))
-    rows = [(v["claim"], v["where"], _MARKS[v["verdict"]], v["measured"]) for v in ordered]
-    yield from table(("claim", "stands in", "verdict", "measured"), rows)
+    judged = sorted(
+        (v for v in verdicts if v["verdict"] != UNKNOWN), key=lambda each: order.index(each["verdict"])
+    )
+    rows = [(v["claim"], v["where"], _MARKS[v["verdict"]], v["measured"]) for v in judged]
+    if rows:
+        yield from table(("claim", "stands in", "verdict", "measured"), rows)
+    reasons = dict.fromkeys(v["measured"] for v in verdicts if v["verdict"] == UNKNOWN)
+    for reason in reasons:
+        claims = [v["claim"] for v in verdicts if v["verdict"] == UNKNOWN and v["measured"] == reason]
+        yield ""
+        yield f"Not measurable here: {reason}."
+        yield ""
+        yield from (f"* {claim}" for claim in claims)
 
 
 def _parts(document: dict[str, Any]) -> Iterator[str]:
@@ -90,10 +102,11 @@ def _parts(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _left_out(found: dict[str, Any]) -> str:
-    """How many of what."""
+    """What, the first of it by name."""
     lists = [each for name, each in found.items() if name.endswith("left_out") and isinstance(each, list)]
-    count = sum(len(each) for each in lists)
-    return str(count) if count else "nothing"
+    names = [name for each in lists for name in each]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return "; ".join(names[:_NAMED]) + more if names else "nothing"
 
 
 def _section(name: str, found: dict[str, Any], document: dict[str, Any]) -> list[str]:

@@ -63,7 +63,8 @@ def probes(found: dict[str, Any], document: dict[str, Any]) -> Lines:
     yield ""
     if found.get("flips"):
         flips = found["flips"]
-        yield f"Of {flips['of']} quick probes {flips['other']} chose otherwise than most. Why the first one chose:"
+        yield f"Of {flips['of']} quick probes {flips['other']} chose otherwise than most of them."
+    yield "Why the first probe chose so:"
     first = found["probes"][0]
     yield from (
         "",
@@ -100,7 +101,7 @@ def copies(found: dict[str, Any], document: dict[str, Any]) -> Lines:
         "plain, device's clock",
         "ours",
         "ours over plain, best",
-        "the call takes",
+        "of its time the call takes",
         "of the link",
     )
     yield from table(head, rows)
@@ -121,6 +122,10 @@ def sweep(found: dict[str, Any], document: dict[str, Any]) -> Lines:
         for each in found["repeats"]
     ]
     yield from table(("chosen", "takes", "best", "takes", "ratio", "candidates"), rows)
+    quick = dict.fromkeys(f"{each['way']}: {each['ratio']:.2f}" for each in found.get("flipped", []))
+    if quick:
+        yield ""
+        yield f"What the quick probes chose, over the best of the first sweep: {'; '.join(quick)}."
 
 
 def training(found: dict[str, Any], document: dict[str, Any]) -> Lines:
@@ -152,7 +157,10 @@ def training(found: dict[str, Any], document: dict[str, Any]) -> Lines:
         "pairs",
         "bits",
     )
-    yield "DeepSpeed's own and ours, medians of steps that ran in turn; a ratio above 1 is in our favour."
+    yield (
+        "In each cell DeepSpeed's own code, then ours: medians (interquartile range) of steps that ran in turn. "
+        "A ratio is the median of the pairs' ratios; above 1 ours is faster."
+    )
     yield ""
     yield from table(head, gradients)
     steps = [

@@ -69,7 +69,7 @@ def profiled(scene: Scene, way: Way) -> dict[str, Any]:
 
     rows = scene.sizes.rows if real_kind() != "cpu" else _FEW_ROWS
     shape = shape_of(scene, rows)
-    builds = scene.told("build").get("cpu_adam", "it was not tried") is None
+    builds = scene.why_no_cpu_adam() is None
     torch.manual_seed(0)
     engine, *_ = deepspeed.initialize(model=mlp(shape), config=_config(rows, way.pinned, cpu_adam=builds))
     try:

@@ -7,9 +7,6 @@ from typing import Any
 from autotune_offload import units
 from benchmarks.device.answers import FAILS, HOLDS, UNKNOWN, Answer, Found, largest, on_host, part, word
 
-_QUICK_LIMIT = 1.1
-"""Of a quick probe, which has a fifth of the time; a standard one's is 1.05."""
-
 
 def works(found: Found) -> Answer:
     """A probe came to a choice."""
@@ -54,10 +51,10 @@ def _identical(found: Found, cases: list[dict[str, Any]], pairs: list[dict[str, 
     slept = sum(case.get("sleeps", 0) for case in ran)
     held = f"{slept:,} sleeps in the streams" if slept else "no sleeps in the streams"
     told = (
-        f"{len(ran)} cases of {identity.get('steps', '?')} steps ({held}) and "
-        f"{sum(pair['pairs'] for pair in pairs)} pairs of steps of a larger model, all the same"
+        f"cases of {identity.get('steps', '?')} steps: {len(ran)} ({held}); pairs of steps of a larger model: "
+        f"{sum(pair['pairs'] for pair in pairs)}; all the same"
     )
-    return (HOLDS, told) if on_host(found) is None else (UNKNOWN, f"{told}; but on the host itself")
+    return (HOLDS, told) if on_host(found) is None else (UNKNOWN, f"{told}, but on the host itself")
 
 
 def best_choice(found: Found) -> Answer:
@@ -66,21 +63,8 @@ def best_choice(found: Found) -> Answer:
     if "median_ratio" not in sweep:
         return UNKNOWN, "no sweep came to an end"
     ratios = sweep["ratios"]
-    told = f"{sweep['median_ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} sweeps)"
+    told = f"{sweep['median_ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, sweeps: {len(ratios)})"
     return word(holds=sweep["median_ratio"] <= sweep["limit"]), told
-
-
-def flips_cost_nothing(found: Found) -> Answer:
-    """A choice of a quick probe is as good as the standard one's, whichever it is."""
-    flips, flipped = part(found, "probes", "flips"), part(found, "sweep", "flipped")
-    if flips is None or not flipped:
-        return UNKNOWN, "no quick probe's choice is in a sweep"
-    worst = max(flipped, key=lambda each: each["ratio"])
-    told = (
-        f"{flips['other']} of {flips['of']} quick probes chose otherwise than most; the worst choice takes "
-        f"{worst['ratio']:.3f} of the best's time ({worst['way']})"
-    )
-    return word(holds=worst["ratio"] <= _QUICK_LIMIT), told
 
 
 def plain_rates(found: Found) -> Answer:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,18 @@ SHORT = Sizes(
 """For tests: everything runs, and nothing that comes out means anything."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One of the things that a part does, if there is time."""
+
+    name: str
+    work: Callable[..., dict[str, Any]]
+
+    def __str__(self) -> str:
+        """Its name."""
+        return self.name
+
+
 @dataclass(slots=True, kw_only=True)
 class Scene:
     """Where a part runs."""
@@ -79,6 +92,11 @@ class Scene:
     def told(self, name: str) -> dict[str, Any]:
         """What an earlier part has found."""
         return outcomes.read(part_file(self.folder, name))
+
+    def why_no_cpu_adam(self) -> str | None:
+        """None where DeepSpeed's CPU Adam was built; a part that built it itself would wait for a killed build."""
+        why: str | None = self.told("build").get("cpu_adam", "it was not built in time")
+        return why
 
     @property
     def left_seconds(self) -> float:
@@ -127,7 +145,10 @@ def stand_in(kind: str) -> Device:
     """A fake accelerator of that kind, whose memory is the host's."""
     from torch import Tensor
 
-    from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice
+    from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice, habana_modules
+
+    if kind == "hpu":
+        sys.modules.update(habana_modules([]))
 
     class StandIn(FakeAcceleratorDevice):
         def record_stream(self, tensor: Tensor) -> None:

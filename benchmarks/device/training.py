@@ -7,13 +7,12 @@ accelerator twice: with batches whose compute copies can hide behind, and with a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import gradient_path, step
 from benchmarks.device.probes import PROFILE
-from benchmarks.device.scene import Scene, real_kind
+from benchmarks.device.scene import Job, Scene, real_kind
 from benchmarks.gradient_path import Placed, Shape
 
 _FEW_ROWS = 4
@@ -26,26 +25,16 @@ _WAYS = (
     ("staged", "device"),
     ("direct", "device"),
 )
+_STEP = "step, "
 _STEP_CASES = ("optimizer only", "both offloads")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One comparison with DeepSpeed's own code."""
-
-    name: str
-    work: Callable[[], dict[str, Any]]
-
-    def __str__(self) -> str:
-        """Its name."""
-        return self.name
 
 
 def run(scene: Scene) -> None:
     """What tells the most comes first; a comparison that fails is told, and the next one goes on."""
     found: dict[str, list[dict[str, Any]]] = {"gradients": [], "steps": [], "failed": []}
     with trainable():
-        for kind, job in scene.in_time(list(jobs(scene))):
+        for job in scene.in_time(list(jobs(scene))):
+            kind = "steps" if job.name.startswith(_STEP) else "gradients"
             try:
                 found[kind].append({"name": job.name, **job.work()})
             except (Exception, SystemExit) as error:  # the benchmarks exit where nothing could be attached
@@ -54,19 +43,15 @@ def run(scene: Scene) -> None:
             release()
 
 
-def jobs(scene: Scene) -> Iterator[tuple[str, Job]]:
-    """Everything that is compared, with what kind of thing it is."""
+def jobs(scene: Scene) -> Iterator[Job]:
+    """Everything that is compared: the choice, a step, then what tells less and less."""
     many = scene.sizes.rows if real_kind() != "cpu" else None
-    specs = ways(scene)
     first = many or _FEW_ROWS
-    for name in list(specs)[:3]:
-        yield "gradients", _gradients(scene, name, specs[name], first)
-    for case in _STEP_CASES:
-        yield "steps", _step(scene, case)
-    for name in list(specs)[3:]:
-        yield "gradients", _gradients(scene, name, specs[name], first)
-    for name in specs if many else ():
-        yield "gradients", _gradients(scene, name, specs[name], _FEW_ROWS)
+    gradients = [_gradients(scene, name, spec, first) for name, spec in ways(scene).items()]
+    steps = [_step(scene, case) for case in _STEP_CASES]
+    yield from (*gradients[:1], *steps[:1], *gradients[1:3], *steps[1:], *gradients[3:])
+    for name, spec in ways(scene).items() if many else ():
+        yield _gradients(scene, name, spec, _FEW_ROWS)
 
 
 def ways(scene: Scene) -> dict[str, Placed]:
@@ -120,14 +105,14 @@ def _gradients(scene: Scene, name: str, spec: Placed, rows: int) -> Job:
 
 def _step(scene: Scene, case: str) -> Job:
     def work() -> dict[str, Any]:
-        if (why_not := scene.told("build").get("cpu_adam")) is not None:
+        if (why_not := scene.why_no_cpu_adam()) is not None:
             raise RuntimeError(f"DeepSpeed's CPU Adam cannot be built here: {why_not}")
         rows = scene.sizes.rows if real_kind() != "cpu" else _FEW_ROWS
         device = scene.attached_device()
         threads = scene.device().most_threads()
         return step.run_case(case, threads, scene.sizes.pairs, 2, shape=shape_of(scene, rows), device=device)
 
-    return Job(name=f"step, {case}", work=work)
+    return Job(name=f"{_STEP}{case}", work=work)
 
 
 @contextlib.contextmanager

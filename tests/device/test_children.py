@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.device.children import perform
 from benchmarks.device.outcomes import Outcome
-from benchmarks.device.parts import PARTS, limit_seconds
+from benchmarks.device.parts import PARTS, asked_for, limit_seconds
 
 SECONDS = 30.0
 
@@ -96,6 +96,13 @@ def test_what_an_earlier_run_found_is_not_this_ones(
     outcome = _outcome()
     perform(outcome, interpreter.parent, SECONDS, [], python=str(interpreter))
     assert outcome.found == {}
+
+
+def test_a_part_brings_along_what_it_goes_by() -> None:
+    """The device, and for training what has to be compiled; in their order."""
+    assert [part.name for part in asked_for(["sweep"])] == ["here", "sweep"]
+    assert [part.name for part in asked_for(["memory", "copies"])] == ["here", "build", "copies", "memory"]
+    assert asked_for([part.name for part in PARTS]) == PARTS
 
 
 def test_time_that_is_not_used_goes_to_all_later_parts() -> None:

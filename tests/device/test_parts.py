@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,10 +14,10 @@ from torch import nn
 
 from autotune_offload.machine.bus import BusDevice
 from autotune_offload.records import DeviceIdentity
-from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice
-from benchmarks.device import identity, memory, probes
+from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice, habana_modules
+from benchmarks.device import copies, identity, memory, probes
 from benchmarks.device.link import ceiling
-from benchmarks.device.scene import Scene
+from benchmarks.device.scene import SHORT, Scene
 from benchmarks.device.sleeps import MOST_CYCLES, SleepyDevice, hold_up_backward, sleeper
 
 
@@ -128,6 +130,22 @@ def test_a_part_begins_nothing_that_it_does_not_expect_to_end(tmp_path: Path) ->
     assert scene.found["left_out"] == ["b", "c"] and scene.told("x") == scene.found
     scene = Scene(name="y", folder=tmp_path, seconds=1000.0)
     assert list(scene.in_time("abc")) == ["a", "b", "c"] and "left_out" not in scene.found
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "npu", "hpu"])
+def test_copies_are_timed_on_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """By the host's clock where the device has none that torch knows; all bytes are checked by our measurement."""
+    for name in habana_modules([]):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    scene = Scene(name="copies", folder=tmp_path, seconds=60.0, sizes=SHORT, fake=kind)
+    copies.run(scene)
+    found = scene.told("copies")
+    timed = {(each["bytes"], each["kind"], each["memory"]) for each in found["copies"]}
+    assert len(timed) == 2 * 2 * len(SHORT.copies) and found["pinned_left_out"] is None
+    assert {each["plain_device_gbps"] for each in found["copies"]} == {None}
+    assert all(
+        len(each["plain"]) == len(each["raw_our_seconds"]) == copies.REPEATS for each in found["copies"]
+    )
 
 
 def test_flips_are_counted_against_the_most_frequent() -> None:
