@@ -29,11 +29,16 @@ def no_buffers_left() -> Iterator[None]:
     shared_memory.remove_since(before)
 
 
-def _start(folder: Path, *options: str) -> subprocess.Popen[str]:
+def _start(folder: Path, *options: str, accelerator: str | None = "cpu") -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.device", "--short", "-o", str(folder), *options],
         cwd=CHECKOUT,
-        env={**os.environ, **op_builds.environment(), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(CHECKOUT)},
+        env={
+            **os.environ,
+            **op_builds.environment(),
+            **({} if accelerator is None else {"DS_ACCELERATOR": accelerator}),
+            "PYTHONPATH": str(CHECKOUT),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -103,6 +108,21 @@ def test_a_run_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
         run.kill()
         run.communicate()
     assert _results(tmp_path)["parts"]["here"]["state"] == "done"
+
+
+@pytest.mark.long
+@pytest.mark.accelerator
+def test_all_parts_run_on_a_real_device(tmp_path: Path) -> None:
+    """In the short form: each comes to its end, nothing fails in any, and bits are the same."""
+    run = _start(tmp_path, "--minutes", "8", accelerator=os.environ.get("DS_ACCELERATOR"))
+    said, _ = run.communicate(timeout=600)
+    parts = _results(tmp_path)["parts"]
+    assert {name: part["state"] for name, part in parts.items()} == {part.name: "done" for part in PARTS}, (
+        said
+    )
+    assert not [failed for part in parts.values() for failed in part["found"].get("failed", [])]
+    assert {case["difference"] for case in parts["identity"]["found"]["cases"]} == {None}
+    assert "cannot be shown" not in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
