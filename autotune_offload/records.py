@@ -671,6 +671,62 @@ Progress = Callable[[str, float], None]
 """Called with what is being measured and how much of the whole is done, 0 to 1."""
 
 
+# -- a drive --------------------------------------------------------------------------------------
+
+
+class AioSetting(Record, frozen=True, kw_only=True):
+    """How DeepSpeed's aio handle is made: the keys of the ``aio`` section. As it stands: DeepSpeed's own."""
+
+    block_bytes: int = 1 << 20
+    queue_depth: int = 8
+    threads: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+
+
+class DriveTimes(Record, frozen=True, kw_only=True):
+    """What one setting took, by rounds: all files of all ranks written, read, and both at once."""
+
+    setting: AioSetting
+    write_seconds: tuple[float, ...] = ()
+    read_seconds: tuple[float, ...] = ()
+    both_seconds: tuple[float, ...] = ()
+
+
+class Drive(Record, frozen=True, kw_only=True):
+    """What was measured of a folder that DeepSpeed is to swap into, and what follows."""
+
+    folder: str
+    device: str
+    """Major and minor number of the file system's device, as in /proc/partitions."""
+    host: str
+    created: str
+    ranks: int
+    """That wrote and read at once."""
+    files: int
+    """Of one rank that were submitted together, as the swapper does with a sub-group."""
+    file_bytes: int
+    written_bytes: int
+    elapsed_seconds: float
+    deepspeed: str
+    times: tuple[DriveTimes, ...]
+    """DeepSpeed's own setting first."""
+    chosen: AioSetting
+    gain: float
+    """DeepSpeed's own time over the chosen one's in the same rounds; 1 where its own stays."""
+    noise: float
+    reasons: tuple[str, ...]
+
+    @property
+    def round_bytes(self) -> int:
+        """That are written, read, or each of both, in a round."""
+        return self.ranks * self.files * self.file_bytes
+
+    def of(self, setting: AioSetting) -> DriveTimes:
+        """What that setting took."""
+        return next(each for each in self.times if each.setting == setting)
+
+
 def backward_seconds(profile: Profile) -> float | None:
     """What the choice was measured to add to a backward pass: the path, or DeepSpeed's own code if that stays."""
     choice = profile.choice

@@ -177,6 +177,20 @@ PARAM_BUFFER_COUNT, PARAM_BUFFER_ELEMENTS, MAX_IN_CPU_ELEMENTS = 5, 100_000_000,
 OPTIMIZER_BUFFER_COUNT = 4
 """What the sections take for NVMe where they name nothing (`runtime/zero/offload_config.py`, the same in all)."""
 
+AIO = "aio"
+
+AIO_THREADS_RENAMED_SINCE = Version("0.16.4")
+"""The first DeepSpeed that reads ``aio.intra_op_parallelism`` and not ``aio.thread_count`` (0.15.4 reads the one,
+0.16.9 the other; renamed on 2025-02-19)."""
+
+SWAPPED_FROM_BYTES = 1 << 20
+"""Smaller tensors are never swapped, whatever ``aio.block_size`` is; below a larger block nothing is either
+(`runtime/swap_tensor/optimizer_utils.py`: min_aio_bytes)."""
+
+SWAP_BUFFERS = (4, 8, 12)
+"""Buffers that the optimizer's swapper holds by how many pipeline flags are set: weights, both moments and gradients
+of each sub-group that is resident (`pipelined_optimizer_swapper.py`)."""
+
 # -- how its ZeRO-3 optimizer moves gradients -----------------------------------------------------
 
 STAGE3 = "DeepSpeedZeroOptimizer_Stage3"

@@ -20,7 +20,8 @@ from autotune_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from autotune_offload.config.tune import Tuned
-    from autotune_offload.records import Change, Choice, Profile, Settings
+    from autotune_offload.profiles.store import Store
+    from autotune_offload.records import Change, Choice, Drive, Profile, Settings
 
 
 @click.command("apply", short_help="Write the choice into a ds_config: the tuned config and a diff.")
@@ -55,7 +56,7 @@ def command(
     with stdout_set_aside():
         store = open_store(cache)
         found, path = find_profile(store, profile) if profile else fitting_profile(store)
-        before, tuned = _tune(config, found)
+        before, tuned = _tune(config, found, store)
         text = config.read_text(encoding="utf-8-sig")
     _explain_changes(config, before, tuned, text=text, as_diff=as_diff)
     if output is not None:
@@ -71,8 +72,8 @@ def _refuse_the_input(config: Path, output: Path | None) -> None:
         raise click.UsageError(f"-o {output} is CONFIG itself, which is never rewritten; name another file")
 
 
-def _tune(config: Path, profile: Profile) -> tuple[dict[str, Any], Tuned]:
-    from autotune_offload.config import block, lost_gradients, reading, tune
+def _tune(config: Path, profile: Profile, store: Store | None = None) -> tuple[dict[str, Any], Tuned]:
+    from autotune_offload.config import block, lost_gradients, nvme, reading, tune
     from autotune_offload.machine import host
 
     before = reading.read(config)
@@ -84,12 +85,34 @@ def _tune(config: Path, profile: Profile) -> tuple[dict[str, Any], Tuned]:
     lost = lost_gradients.lost_by(before, version)
     # whoever takes the file to plain DeepSpeed has DeepSpeed's own code carry the gradients
     tuned = tune.tune(before, profile.choice, version=version, keep=settings.keep, carried=False)
+    swaps = nvme.fitted(
+        tuned.config,
+        _drive(before, store),
+        profile.workload,
+        profile.limits,
+        version=version,
+        keep=settings.keep,
+    )
     notices = (
         *((lost.sentence,) if lost is not None else ()),
         *_disagreements(settings, profile.choice),
         *tuned.notices,
+        *swaps.notices,
     )
-    return before, structs.replace(tuned, notices=notices)
+    changes = (*tuned.changes, *swaps.changes)
+    return before, structs.replace(tuned, config=swaps.config, changes=changes, notices=notices)
+
+
+def _drive(config: dict[str, Any], store: Store | None) -> Drive | None:
+    """What was measured of the first folder that this configuration swaps to."""
+    from autotune_offload.config import nvme
+    from autotune_offload.machine import host
+    from autotune_offload.profiles import drives
+
+    folders = nvme.folders(config)
+    if store is None or not folders:
+        return None
+    return drives.measured(store, host.facts().name, Path(folders[0]))
 
 
 def _disagreements(settings: Settings, choice: Choice) -> Iterator[str]:

@@ -73,6 +73,12 @@ class _Request:
     metavar="DIR",
     help="Under a launcher: put every rank's profile here as well, for `fleet`.",
 )
+@click.option(
+    "--nvme",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Measure this folder's drive the way DeepSpeed swaps, in place of the host.",
+)
 @options.cache_option
 @options.json_option
 def command(
@@ -90,6 +96,7 @@ def command(
     refresh: bool,
     no_save: bool,
     collect: Path | None,
+    nvme: Path | None,
     cache: Path | None,
     as_json: bool,
 ) -> None:
@@ -101,6 +108,10 @@ def command(
     """
     if params is not None and model is not None:
         raise click.UsageError("--params and --model both describe the model; give one of them")
+    if nvme is not None:
+        described = options.workload(params, model, world_size, accumulation_steps, dtype)
+        _nvme(nvme, described, cache, budget, ranks=world_size or 1, save=not no_save, as_json=as_json)
+        return
     with stdout_set_aside():
         launched = together.ranks()
         if launched > 1 and world_size is None:
@@ -130,6 +141,29 @@ def command(
         from autotune_offload.cli.readable import print_profile
 
         print_profile(console(), profile, saved)
+
+
+def _nvme(
+    folder: Path,
+    workload: Workload | None,
+    cache: Path | None,
+    seconds: float | None,
+    *,
+    ranks: int,
+    save: bool,
+    as_json: bool,
+) -> None:
+    """A drive in place of the host."""
+    from autotune_offload.cli import nvme
+
+    with stdout_set_aside():
+        drive = nvme.measure(open_store(cache), folder, workload, seconds=seconds, ranks=ranks, save=save)
+    if as_json:
+        from autotune_offload.records import to_plain
+
+        emit_json({"drive": to_plain(drive), **nvme.section(drive)})
+    else:
+        nvme.show(drive)
 
 
 def _obtain(store: Store, request: _Request) -> tuple[Profile, Path | None]:

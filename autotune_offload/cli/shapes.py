@@ -24,6 +24,7 @@ from autotune_offload.records import (
     Candidate,
     Change,
     Choice,
+    Drive,
     Finding,
     Profile,
     Record,
@@ -199,6 +200,12 @@ def _extended(name: str, what: str, source: type, *, but: tuple[str, ...] = (), 
     return msgspec.defstruct(name, list({**kept, **more}.items()), kw_only=True, namespace={"__doc__": what})
 
 
+MeasuredDrive = msgspec.defstruct(
+    "MeasuredDrive",
+    [("drive", Drive), ("aio", dict[str, int | bool])],
+    kw_only=True,
+    namespace={"__doc__": "A drive, and the aio section that follows."},
+)
 _Weighed = _extended(
     "Weighed", "One alternative.", Alternative, but=("way",), verdict=str, to_win=str | None, check=str | None
 )
@@ -309,8 +316,8 @@ SCHEMAS: dict[str, tuple[str, Callable[[], Schema]]] = {
     "machine": ("A described machine: a file for simulate.", _machine),
     "profile": ("What was measured on one host, and chosen.", _document(Profile)),
     "probe": (
-        "probe --json: a profile, or under a launcher one table of all ranks.",
-        _document(Profile, _Ranks),
+        "probe --json: a profile, a table of all ranks, or a drive.",
+        _document(Profile, _Ranks, MeasuredDrive),
     ),
     "show": ("show --json: a profile.", _document(Profile)),
     "explain": ("explain --json.", _document(_Explained)),

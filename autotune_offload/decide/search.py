@@ -57,7 +57,7 @@ class Search:
 
     def run(self, starts: Sequence[Candidate]) -> None:
         """Race the starts, then what Optuna asks for, until the time is up or all were timed."""
-        with _quiet_optuna() as optuna:
+        with quiet_optuna() as optuna:
             study = optuna.create_study(
                 sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=8),
                 pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=0),
@@ -148,7 +148,7 @@ def _asked(candidate: Candidate) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _quiet_optuna() -> Iterator[Any]:
+def quiet_optuna() -> Iterator[Any]:
     """Optuna with its log lines off; the level is the process's, so the former one comes back."""
     import optuna
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune_offload.config import reading
-from autotune_offload.doctor.checks import builds, host_memory, machine, pinning, profiles, software
+from autotune_offload.doctor.checks import builds, host_memory, machine, nvme, pinning, profiles, software
 from autotune_offload.doctor.checks import config as config_checks
 from autotune_offload.doctor.checks.case import Case
 from autotune_offload.doctor.self_report import Answers, ask
@@ -175,6 +175,7 @@ CONFIG_CHECKS: dict[str, Check] = {
     "super-offload": _of_config(lambda case, config: config_checks.super_offload(config, case.version)),
     "lost-gradients": _of_config(lambda case, config: config_checks.lost(config, case.version)),
     "config-legacy": _of_config(lambda case, config: config_checks.legacy(config, case.version)),
+    "nvme": _of_config(nvme.nvme),
     "config-block": _of_config(lambda case, config: config_checks.block(config)),
     "zero-init": _of_config(
         lambda case, config: config_checks.zero_init(config, case.version, case.profile())

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -822,7 +823,7 @@ EXPECTED: dict[str, list[tuple[str, str, str]]] = {
         ("notice", "config-offload", "this file offloads nothing"),
     ],
     "no_offload": [("notice", "config-offload", "this file offloads nothing")],
-    "nvme": [],
+    "nvme": [("notice", "nvme", "does not exist here")],
     "optimizer_only_unpinned": [],
     "stage2": [],
     "string_numbers": [
@@ -1166,6 +1167,49 @@ def test_superoffload_with_clipping_does_not_overlap(
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True, "super_offload": True}}
     config = {"zero_optimization": zero, "gradient_clipping": clipping}
     assert [f.severity for f in found(replace(case, config=config), "super-offload")] == ["costs"] * costs
+
+
+def swapping(folder: Path, **aio: object) -> dict[str, object]:
+    """A configuration with both sections on NVMe."""
+    where = {"device": "nvme", "nvme_path": str(folder)}
+    zero = {"stage": 3, "offload_optimizer": dict(where), "offload_param": dict(where)}
+    return {"zero_optimization": zero, "aio": aio}
+
+
+def test_nvme_is_looked_at_only_where_it_is_used(case: Case) -> None:
+    """Not a word otherwise."""
+    cpu = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    assert found(replace(case, config=cpu), "nvme") == []
+
+
+def test_nvme_folders_libraries_and_keys(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in one finding: what a run would stop at, what another run left, what nobody has measured."""
+    folder = tmp_path / "drive"
+    (folder / "zero_stage_3").mkdir(parents=True)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    told = found(replace(case, config=swapping(folder, num_threads=8, overlap_events="true")), "nvme")
+    words = " ".join(finding.found for finding in told)
+    for part in (
+        "libaio was not found",
+        "aio.num_threads is a key that DeepSpeed 0.19.8 does not read",
+        'aio.overlap_events is "true", a text',
+        "zero_stage_3 is there already",
+        "was not measured",
+        "each step writes",
+    ):
+        assert part in words, part
+    assert [f.severity for f in told].count("will break") >= 2
+    missing = found(replace(case, config=swapping(tmp_path / "none")), "nvme")
+    assert any("does not exist here" in finding.found for finding in missing)
+
+
+def test_too_little_space_on_the_drive_breaks_a_run(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it falls short in the middle of a step."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1 << 20))
+    told = found(replace(case, config=swapping(tmp_path)), "nvme")
+    assert any("has 1 MiB free" in f.found and f.severity == "will break" for f in told)
 
 
 @pytest.mark.parametrize(
