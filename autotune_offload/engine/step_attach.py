@@ -87,7 +87,7 @@ def attach_step(
         fused = _fused(optimizer, device, spec)
     except Exception as error:  # whatever it is, DeepSpeed trains without us
         fused = f"the pass cannot be made: {in_words(error)}"
-    attachment = _attachment(optimizer, device, fused, spec, check=check, tell=tell)
+    attachment = _attachment(engine, device, fused, spec, check=check, tell=tell)
     attachment.replace_methods()
     pieces = fused.pieces if isinstance(fused, FusedAdam) else None
     _entries[engine] = _Entry(weakref.ref(attachment), attachment.status, pieces, keep_ranges(device))
@@ -124,7 +124,7 @@ def _is_ours(what: object) -> bool:
 
 
 def _attachment(
-    optimizer: Any,
+    engine: Any,
     device: Device,
     fused: FusedAdam | str,
     spec: StepSpec,
@@ -132,6 +132,7 @@ def _attachment(
     check: bool,
     tell: StepTell | None,
 ) -> StepAttachment:
+    optimizer = engine.optimizer
     if isinstance(fused, str):
         attachment = StepAttachment(optimizer, device, None, None, checks=False)
         attachment.status.why_not = fused
@@ -140,7 +141,9 @@ def _attachment(
     contest = None
     if spec.threads == "auto" or (check and spec.confirm is not None):
         confirm = spec.confirm or StepConfirm()
-        contest = StepContest(counts, confirm, own_may_stay=spec.step == "auto", tell=tell)
+        contest = StepContest(
+            counts, confirm, own_may_stay=spec.step == "auto", tell=tell, engine=weakref.ref(engine)
+        )
     attachment = StepAttachment(optimizer, device, fused, contest, checks=check)
     attachment.threads = counts[0]
     attachment.status.threads = None if contest is not None else counts[0]

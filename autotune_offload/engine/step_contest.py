@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from autotune_offload import units
 from autotune_offload.engine.confirmation import FEWEST_ROUNDS, MOST_ROUNDS, Conclusion, Confirmation
 from autotune_offload.engine.entrants import Confirmed
 from autotune_offload.engine.rounds import OWN
+from autotune_offload.engine.visible import Events
 from autotune_offload.ranks import group
 from autotune_offload.records import Record
 
@@ -54,15 +56,23 @@ class StepContest:
         confirm: how.
         own_may_stay: whether DeepSpeed's own step may be what it comes to.
         tell: is told what is to be kept for the next start.
+        engine: gives the engine, whose monitor gets the times; None where it is gone.
     """
 
     def __init__(
-        self, counts: Sequence[int], confirm: StepConfirm, *, own_may_stay: bool, tell: StepTell | None
+        self,
+        counts: Sequence[int],
+        confirm: StepConfirm,
+        *,
+        own_may_stay: bool,
+        tell: StepTell | None,
+        engine: Callable[[], Any] = lambda: None,
     ) -> None:
         self.confirmed: Confirmed | None = None
         self._ways = (OWN, *sorted(counts))
         self._names = (OWN_STEP, *(f"the pass with {_threads(count)}" for count in self._ways[1:]))
         self._tell_of_it = tell
+        self._engine, self._events = engine, Events()
         self._schedule = Confirmation(
             self._ways,
             holder=OWN if confirm.begins_with_own else self._ways.index(counts[0]),
@@ -90,10 +100,11 @@ class StepContest:
     def over(self, seconds: float) -> bool:
         """A step is over and took so long; True where DeepSpeed's own has just been found to be the faster."""
         concluded = self._schedule.over(seconds, 1)
-        if concluded is None:
-            return False
-        self._conclude(concluded)
-        return concluded.winner == OWN
+        if concluded is not None:
+            self._conclude(concluded)
+        gain = None if self.confirmed is None else self.confirmed.conclusion.gain
+        self._events.write(self._engine(), step_seconds=seconds, step_gain=gain)
+        return concluded is not None and concluded.winner == OWN
 
     def found_wrong(self, why: str) -> None:
         """The pass is not to be tried at the next start either."""

@@ -11,6 +11,18 @@ SWITCHES = "Train/Offload/switches"
 """Labels of the events: what the gradients of an accumulation took, DeepSpeed's own time over that of whoever was
 committed to, and how often that was another than before."""
 
+STEP_SECONDS = "Train/Offload/step_seconds"
+STEP_GAIN = "Train/Offload/step_gain"
+"""The same of the optimizer's step: its own work, without norms and overflow check."""
+
+_LABELS = {
+    "seconds": SECONDS,
+    "gain": GAIN,
+    "switches": SWITCHES,
+    "step_seconds": STEP_SECONDS,
+    "step_gain": STEP_GAIN,
+}
+
 _log = logging.getLogger("autotune_offload")
 
 
@@ -22,15 +34,14 @@ class Events:
         self._broken = False
 
     def write(self, engine: Any, **values: float | None) -> None:
-        """`seconds`, `gain` and `switches`, those that are known."""
+        """`seconds`, `gain`, `switches`, `step_seconds` and `step_gain`: those that are known."""
         monitor = getattr(engine, "monitor", None)
         if self._broken or monitor is None or not getattr(monitor, "enabled", False):
             return
-        labels = {"seconds": SECONDS, "gain": GAIN, "switches": SWITCHES}
         try:
             samples = int(engine.global_samples)
             monitor.write_events(
-                [(labels[name], value, samples) for name, value in values.items() if value is not None]
+                [(_LABELS[name], value, samples) for name, value in values.items() if value is not None]
             )
         except Exception:
             self._broken = True

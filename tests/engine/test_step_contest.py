@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import types
 
 import pytest
 
 from autotune_offload.engine.confirmation import FEWEST_ROUNDS, WINDOW, WINDOWS
 from autotune_offload.engine.rounds import OWN
 from autotune_offload.engine.step_contest import StepConfirm, StepContest, StepTold
+from autotune_offload.engine.visible import STEP_GAIN, STEP_SECONDS
 
 
 class Run:
@@ -134,3 +136,28 @@ def test_what_cannot_be_kept_disturbs_nobody() -> None:
     for _ in range(50):
         contest.over(0.1 if contest.threads else 0.2)
     assert contest.threads == 1
+
+
+class Monitor:
+    """Keeps what it is given."""
+
+    enabled = True
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, float, int]] = []
+
+    def write_events(self, events: list[tuple[str, float, int]]) -> None:
+        """As DeepSpeed's."""
+        self.events += events
+
+
+def test_the_engines_monitor_gets_what_a_step_took_and_the_gain() -> None:
+    """The gain once there is one."""
+    engine = types.SimpleNamespace(monitor=Monitor(), global_samples=8)
+    contest = StepContest([1], StepConfirm(), own_may_stay=True, tell=None, engine=lambda: engine)
+    for _ in range(12):
+        contest.over(0.1 if contest.threads else 0.3)
+    seconds = [value for label, value, _ in engine.monitor.events if label == STEP_SECONDS]
+    gains = [value for label, value, _ in engine.monitor.events if label == STEP_GAIN]
+    assert len(seconds) == 12 and set(seconds) == {0.1, 0.3}
+    assert gains and all(gain == pytest.approx(3) for gain in gains)
