@@ -98,7 +98,8 @@ def tune(
             config=tuned, changes=(), notices=(*notices, f"no {ZERO} section: nothing was tuned{hint}")
         )
     stage = stage_of(zero)
-    if not carried or stage < 3:
+    carried = carried and stage == 3
+    if not carried:
         choice = structs.replace(choice, pin_optimizer=choice.pin_optimizer_alone)
     work = _Tuning(
         zero=zero,
@@ -108,6 +109,7 @@ def tune(
         fill_auto=fill_auto,
         filled=frozenset(filled),
         stage=stage,
+        carried=carried,
     )
     work.run()
     notices += [*work.notices, *(mistake.sentence for mistake in (*refused(zero), *unknown(zero)))]
@@ -135,6 +137,7 @@ class _Tuning(msgspec.Struct, kw_only=True):
     fill_auto: bool
     filled: frozenset[str]
     stage: int
+    carried: bool
     changes: list[Change] = msgspec.field(default_factory=list)
     notices: list[str] = msgspec.field(default_factory=list)
     explained: set[str] = msgspec.field(default_factory=set)
@@ -211,7 +214,7 @@ class _Tuning(msgspec.Struct, kw_only=True):
                 f"chosen, but the two differ by less than the noise of {self.choice.noise:.1%}"
             )
             return wish, "your value; the other one is no faster beyond the noise"
-        return measured, _pin_reason(key, self.choice)
+        return measured, _pin_reason(key, self.choice, carried=self.carried)
 
     def _leave(self, key: Key, holder: dict[str, Any], name: str, target: bool) -> None:
         if self.legacy_pin is not None and name not in holder:
@@ -319,10 +322,13 @@ class _Tuning(msgspec.Struct, kw_only=True):
 # -- words ----------------------------------------------------------------------------------------
 
 
-def _pin_reason(key: Key, choice: Choice) -> str:
+def _pin_reason(key: Key, choice: Choice, *, carried: bool) -> str:
     """The sentence of the choice that opens with this key's section, or else what decided the path."""
     own = [reason for reason in choice.reasons if reason.startswith(key.section)]
-    if key.section == "offload_optimizer":
+    if key.section == "offload_optimizer" and not carried:
+        into = "page-locked" if choice.pin_optimizer else "pageable"
+        own += [f"DeepSpeed's own code carries the gradients here, and is no slower into {into} memory"]
+    elif key.section == "offload_optimizer":
         own += [f"the gradient path is {choice.path}, {choice.gain:.2f} times as fast as DeepSpeed's own"]
     memory = "page-locked" if choice.pin_parameters else "pageable"
     return [*own, f"parameters are fetched from {memory} memory"][0]

@@ -740,3 +740,49 @@ def test_what_a_live_engine_would_be_refused_for_is_read_beforehand(
     assert config_sections.why_no_path(plain) is None
     zero = {**plain["zero_optimization"], **changes.get("zero_optimization", {})}
     assert why in str(config_sections.why_no_path({**plain, **changes, "zero_optimization": zero}))
+
+
+HF_STAGE_2: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": "auto",
+        "contiguous_gradients": True,
+        "sub_group_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+"""Of the shape that Hugging Face's documentation has for stage 2, with what people copy from stage 3."""
+
+
+@pytest.mark.parametrize("fill_auto", [True, False])
+def test_a_stage_2_file_of_hugging_faces_gets_what_acts_and_nothing_else(fill_auto: bool) -> None:
+    """pin_memory, and the bucket where it is left open; every other key and "auto" is as it was."""
+    choice = a_choice(pin_optimizer=True, pin_optimizer_alone=False)
+    tuned = tune(HF_STAGE_2, choice, version="0.19.8", fill_auto=fill_auto)
+    written = {change.key.partition(".")[2]: change.after for change in tuned.changes}
+    assert set(written) == {"offload_optimizer.pin_memory"} | ({"reduce_bucket_size"} if fill_auto else set())
+    assert written["offload_optimizer.pin_memory"] is False
+    before, after = copy.deepcopy(HF_STAGE_2), copy.deepcopy(tuned.config)
+    for config in (before, after):
+        config["zero_optimization"]["offload_optimizer"].pop("pin_memory")
+        config["zero_optimization"].pop("reduce_bucket_size")
+    assert after == before
+
+
+def test_below_stage_3_no_path_is_given_as_the_reason() -> None:
+    """DeepSpeed's own code carries the gradients there, and its own times decide."""
+    choice = a_choice(pin_optimizer=True, pin_optimizer_alone=False, reasons=("staged was fastest",))
+    (change, *_) = tune(HF_STAGE_2, choice, version="0.19.8").changes
+    assert "the gradient path is" not in change.reason
+    assert "DeepSpeed's own code carries the gradients here" in change.reason and "pageable" in change.reason
