@@ -33,7 +33,7 @@ from autotune_offload.paths.path import GradientPath
 from autotune_offload.paths.ring import StagedPath
 from autotune_offload.testing import FakeAccelerator
 from autotune_offload.upstream import PARTITION
-from tests.engine.loops import DTYPES, SPECS, LateDevice, Loops, World, config, experts, run
+from tests.engine.loops import DTYPES, OFFERED, LateDevice, Loops, World, config, experts, run
 
 
 class Pins:
@@ -213,7 +213,7 @@ class Counted(Loops):
         self.folders.enter_context(self.spies.watching())
 
     @initialize(
-        spec=st.sampled_from(sorted(SPECS)),
+        spec=st.sampled_from(OFFERED),
         check=st.booleans(),
         dtype=st.sampled_from(sorted(DTYPES)),
         accumulation=st.sampled_from([1, 1, 2, 3]),

@@ -8,6 +8,7 @@ be the same bits: losses, accumulation buffer, fp32 gradients, master weights, c
 partitions as nearly as two orders of summation must agree.
 
     python -m tests.engine.loops --examples 300
+    python -m tests.engine.loops --examples 300 --spec drawn          on the race device, with a schedule for each loop
     python -m tests.engine.loops --examples 100 --without keep        one of `FAULTS`: must find a difference
 
 Exits 1 and prints the shortest loop found when something differs.
@@ -48,6 +49,7 @@ from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice
 from tests.engine.faults import FAULTS
 from tests.factories import make_choice
 from tests.matrix.driver import started
+from tests.race.guest import GuestDevice
 
 WIDTH, ROWS, EXPERTS = 11, 2, 3
 SLOW_SECONDS, SLOW_EVERY = 0.02, 7
@@ -160,10 +162,22 @@ SPECS = {
     "early pinned": _spec("pinned", "host", 0),
     "early staged threads": _spec("staged", "host", 2, count=8),
     "late turns": _spec("pinned", "device", 0),
+    "drawn direct device cast": _spec("direct", "device", 0),
+    "drawn pinned threads": _spec("pinned", "host", 2),
+    "drawn pinned device cast": _spec("pinned", "device", 0),
+    "drawn staged": _spec("staged", "host", 0),
+    "drawn staged threads": _spec("staged", "host", 2, count=8),
+    "drawn staged host sums": _spec("staged", "host", 1, accumulate="host"),
+    "drawn pinned host sums": _spec("pinned", "device", 2, accumulate="host"),
+    "drawn turns": _spec("pinned", "device", 0),
 }
+"""By kind of device and name; those on the race device are for loops that ask for them."""
+
+OFFERED = [name for name in sorted(SPECS) if not name.startswith("drawn")]
+"""What loops draw from."""
 
 TURNS = ("late staged threads", "late pinned host sums")
-"""Who else takes turns with the last of those, and with DeepSpeed's own code."""
+"""Who else takes turns with "late turns" or "drawn turns", and with DeepSpeed's own code."""
 
 
 # -- a model and its engine -----------------------------------------------------------------------
@@ -264,6 +278,7 @@ class World:
         import deepspeed
 
         self.spec, self.check, self.dtype = spec, check, DTYPES[dtype]
+        self.drawn = f"{check} {dtype} {sorted(config.items())}"
         self.seen: list[object] = []
         self.statuses: list[Any] = []
         self.engines: list[Any] = []
@@ -286,9 +301,11 @@ class World:
         if self.spec is None:
             return
         kind, _, _ = self.spec.partition(" ")
-        own = AcceleratorDevice(FakeAccelerator("cpu"))
-        device = own if kind == "cpu" else LateDevice(early=kind == "early")
-        others = TURNS if self.spec == "late turns" else ()
+        own: Any = AcceleratorDevice(FakeAccelerator("cpu"))
+        if kind == "drawn":
+            own = GuestDevice(f"{self.spec} {self.drawn} {len(self.statuses)}")
+        device = own if kind in ("cpu", "drawn") else LateDevice(early=kind == "early")
+        others = TURNS if self.spec.endswith(" turns") else ()
         confirm = Confirm(others=tuple(SPECS[other] for other in others), seed="drawn") if others else None
         status = attach(engine, SPECS[self.spec], device, check=self.check, confirm=confirm)
         assert status.why_not is None, status.why_not
@@ -366,7 +383,7 @@ class Loops(RuleBasedStateMachine):
         self.folders = contextlib.ExitStack()
 
     @initialize(
-        spec=st.deferred(lambda: st.sampled_from(sorted(SPECS))),
+        spec=st.deferred(lambda: st.sampled_from(OFFERED)),
         check=st.booleans(),
         dtype=st.sampled_from(sorted(DTYPES)),
         accumulation=st.sampled_from([1, 1, 2, 3]),
@@ -582,10 +599,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--without", choices=sorted(FAULTS))
-    parser.add_argument("--spec", choices=sorted(SPECS), help="this one alone")
+    parser.add_argument(
+        "--spec", choices=["drawn", *sorted(SPECS)], help="this one alone, or all that are drawn"
+    )
     given = parser.parse_args(arguments)
-    for other in SPECS.keys() - {given.spec or other for other in SPECS}:
-        del SPECS[other]
+    if given.spec is not None:
+        every = [name for name in sorted(SPECS) if name.startswith("drawn ")]
+        OFFERED[:] = [given.spec] if given.spec in SPECS else every
     if given.without:
         FAULTS[given.without](pytest.MonkeyPatch())
     return run(Loops, given.examples, given.steps, given.seed, shrinks=not given.without)

@@ -38,3 +38,21 @@ def test_random_loops_find_what_is_taken_out(fault: str) -> None:
     done = apart("loops", "--examples", "400", "--steps", "20", "--without", fault, seconds=1500)
     assert done.returncode == 1, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     assert "differ" in done.stdout
+
+
+@pytest.mark.long
+def test_loops_on_drawn_schedules_are_the_same_to_the_bit() -> None:
+    """DeepSpeed's own optimizer, with paths whose copies and host threads go as a seed says."""
+    done = apart("loops", "--examples", "120", "--steps", "15", "--spec", "drawn", seconds=1500)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["drain", "wait"])
+def test_drawn_schedules_find_what_is_taken_out(fault: str) -> None:
+    """Otherwise they would prove nothing, too."""
+    done = apart(
+        "loops", "--examples", "150", "--steps", "15", "--spec", "drawn", "--without", fault, seconds=1500
+    )
+    assert done.returncode == 1, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
+    assert "differ" in done.stdout
