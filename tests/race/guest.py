@@ -41,7 +41,8 @@ class GuestDevice(RaceDevice):
         """At once and in memory of DeepSpeed's, which adds it up to others."""
         self.synchronize_stream()
         with self.plainly():
-            return torch.linalg.vector_norm(source, dtype=torch.float64).clone()
+            found: Tensor = torch.linalg.vector_norm(source, dtype=torch.float64)
+            return found
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Norms that come with a drain are DeepSpeed's, too."""
@@ -55,4 +56,4 @@ class GuestDevice(RaceDevice):
 
     def _queue(self, call: str, work: Callable[[], object], *, blocking: bool = False) -> None:
         super()._queue(call, work, blocking=blocking)
-        self.log.clear()
+        self.log.clear()  # a whole training would fill it
