@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from benchmarks.device.link import ceiling
@@ -26,6 +27,7 @@ def run(scene: Scene) -> None:
         ceiling=None if device.identity.kind == "cpu" else ceiling(device.identity, on_bus),
         why_not_pinned=device.why_not_pinned(),
         torch_build=_torch_build(),
+        load=_load(),
     )
     scene.keep(doctor=_doctor())
 
@@ -48,6 +50,14 @@ def _torch_build() -> dict[str, Any]:
 
     version = torch.version
     return {"cuda": version.cuda, "hip": getattr(version, "hip", None), "threads": torch.get_num_threads()}
+
+
+def _load() -> float:
+    """Processes that wanted to run, on average over the last minute; 0 where nothing tells it."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return 0.0
 
 
 def _doctor() -> str:

@@ -9,7 +9,6 @@ control DeepSpeed's own code trains twice: where that differs, the device comput
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,9 @@ from tests.matrix import step as with_adam
 from tests.matrix.driver import LARGE, SMALL_BUCKET, SMALL_SUB_GROUP, Case, Spec
 
 _CONTROL_STEPS = 50
+_LEAST_STEPS = 20
+_WITH_OVERFLOW = 12
+"""A step case overflows in its step 10."""
 
 
 def run(scene: Scene) -> None:
@@ -37,10 +39,31 @@ def run(scene: Scene) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with trainable():
         scene.keep(control=control(scene))
-        for job in scene.in_time(list(_cases(scene))):
+        left_out = []
+        for job in list(_cases(scene)):
+            steps = affordable(scene, results)
+            if steps is None:
+                left_out.append(job.name)
+                continue
             held = _Held(scene, sleep, len(results))
-            results.append({**job.work(held.prepare), "name": job.name, "sleeps": held.slept})
+            found = job.work(steps, held.prepare)
+            results.append({**found, "name": job.name, "steps": steps, "sleeps": held.slept})
             scene.keep(cases=results)
+        scene.keep(left_out=left_out)
+
+
+def affordable(scene: Scene, results: list[dict[str, Any]]) -> int | None:
+    """Steps of the next case: all, or as many as half of the time is enough for, or None for too few.
+
+    Going by the case that took longest a step so far, which is a whole one; so later cases are shorter, not left out.
+    """
+    every = scene.sizes.steps
+    least = min(every, _LEAST_STEPS)
+    step_seconds = max((each["seconds"] / each["steps"] for each in results), default=0.0)
+    if step_seconds * every <= scene.left_seconds / 2:
+        return every
+    steps = int(scene.left_seconds / 2 / step_seconds)
+    return steps if steps >= least else None
 
 
 def control(scene: Scene) -> str | None:
@@ -74,16 +97,26 @@ class _Held:
 
 def _cases(scene: Scene) -> Iterator[Job]:
     """Paths first, then a step, overflow, checkpoint, adding up on the host; after these whatever time allows."""
-    steps, locks = scene.sizes.steps, scene.told("here").get("why_not_pinned") is None
-    gradients, with_steps = [], []
-    for case in chosen(locks=locks):
-        full = dataclasses.replace(case, steps=steps, overlap=True, pin_memory=locks)
-        gradients.append(Job(name=full.name, work=functools.partial(driver.compare, full)))
-    for step in steps_chosen() if scene.why_no_cpu_adam() is None else ():
-        whole = dataclasses.replace(step, steps=max(steps, 12), overlap=True)  # its overflow is in step 10
-        with_steps.append(Job(name=f"step: {whole.name}", work=functools.partial(with_adam.compare, whole)))
-    yield from (*gradients[:3], *with_steps[:1], *gradients[3:6], *with_steps[1:2])
-    yield from (*gradients[6:], *with_steps[2:])
+    locks = scene.told("here").get("why_not_pinned") is None
+    gradients = [Job(name=case.name, work=_gradients(case, locks)) for case in chosen(locks=locks)]
+    built = scene.why_no_cpu_adam() is None
+    steps = [Job(name=f"step: {each.name}", work=_step(each)) for each in steps_chosen()] if built else []
+    yield from (*gradients[:3], *steps[:1], *gradients[3:6], *steps[1:2], *gradients[6:], *steps[2:])
+
+
+def _gradients(case: Case, locks: bool) -> Callable[..., dict[str, Any]]:
+    def work(steps: int, prepare: Callable[[Any], Any]) -> dict[str, Any]:
+        return driver.compare(dataclasses.replace(case, steps=steps, overlap=True, pin_memory=locks), prepare)
+
+    return work
+
+
+def _step(case: with_adam.StepCase) -> Callable[..., dict[str, Any]]:
+    def work(steps: int, prepare: Callable[[Any], Any]) -> dict[str, Any]:
+        whole = dataclasses.replace(case, steps=max(steps, _WITH_OVERFLOW), overlap=True)
+        return with_adam.compare(whole, prepare)
+
+    return work
 
 
 def chosen(*, locks: bool) -> Iterator[Case]:

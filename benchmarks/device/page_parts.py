@@ -38,6 +38,9 @@ def here(found: dict[str, Any], document: dict[str, Any]) -> Lines:
     offer = (
         "is on offer" if found["why_not_pinned"] is None else f"is not on offer: {found['why_not_pinned']}"
     )
+    busy, cpus = found["load"], host["affinity_cpus"]
+    remark = "other work was running, so times say little" if busy > 0.5 * cpus else "quiet"
+    yield f"* Load when it began: {busy:.1f} on {cpus} CPUs, {remark}."
     yield f"* Page-locking {offer}; the limits leave {size(limits['pinnable_bytes'])} for it."
     if found.get("doctor"):
         yield ""
@@ -233,12 +236,14 @@ def identity(found: dict[str, Any], document: dict[str, Any]) -> Lines:
     del document
     sleeps = found.get("sleeps") or "none: this device has no way to hold a stream up"
     control = found["control"] or "the same"
-    yield f"{found['steps']} steps a case, twice; overlap on; sleeps: {sleeps}."
+    yield f"{found['steps']} steps a case, or fewer where time is short, twice; overlap on; sleeps: {sleeps}."
+    yield ""
     yield f"Control, DeepSpeed's own code against itself: {control}."
     yield ""
     rows = [
         (
             each["name"],
+            str(each["steps"]),
             _case(each),
             str(each.get("overflows", 0)),
             f"{each['sleeps']:,}",
@@ -246,7 +251,7 @@ def identity(found: dict[str, Any], document: dict[str, Any]) -> Lines:
         )
         for each in found.get("cases", [])
     ]
-    yield from table(("case", "against DeepSpeed's own code", "overflows", "sleeps", "took"), rows)
+    yield from table(("case", "steps", "against DeepSpeed's own code", "overflows", "sleeps", "took"), rows)
 
 
 def memory(found: dict[str, Any], document: dict[str, Any]) -> Lines:

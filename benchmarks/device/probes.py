@@ -27,14 +27,15 @@ def run(scene: Scene) -> None:
         ), time.monotonic() - before
 
     probes: list[dict[str, Any]] = []
-    for number in scene.in_time(range(2)):
+    for _ in scene.in_time(["probe 1", "probe 2"]):
         profile, seconds = one(sizes.probe_plan, sizes.probe_seconds)
-        if not number:
+        if not probes:
             replace_file(scene.folder / PROFILE, to_text(nameless(profile)))
         probes.append(_told(profile, seconds))
         scene.keep(probes=probes)
     quick: list[dict[str, Any]] = []
-    for _ in scene.in_time(range(sizes.quick_probes), name="quick_left_out"):
+    several = [f"quick probe {number + 1}" for number in range(sizes.quick_probes)]
+    for _ in scene.in_time(several, name="quick_left_out"):
         quick.append(_told(*one("quick", sizes.probe_seconds)))
         scene.keep(quick=quick, flips=flips([each["way"] for each in quick]))
 

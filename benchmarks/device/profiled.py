@@ -8,6 +8,7 @@ kernel was running, and in a step the host was computing the optimizer's update.
 from __future__ import annotations
 
 import gc
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,15 @@ def _traced(engine: Any, batch: torch.Tensor, file: Path) -> None:
     with torch.profiler.profile(activities=activities) as profiler:
         _train(engine, batch)
     profiler.export_chrome_trace(str(file))
+    nameless(file)
+
+
+def nameless(file: Path) -> None:
+    """Take this host's name and the file's place out of a trace, so that it can be shown."""
+    document = json.loads(file.read_text(encoding="utf-8"))
+    document.update({key: "HOST" for key in ("host_name",) if key in document})
+    document.update({key: file.name for key in ("traceName",) if key in document})
+    file.write_text(json.dumps(document), encoding="utf-8")
 
 
 def _config(rows: int, pinned: bool, *, cpu_adam: bool) -> dict[str, Any]:

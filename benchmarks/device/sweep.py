@@ -15,7 +15,7 @@ def run(scene: Scene) -> None:
     repeats: list[Any] = []
     sizes, quick = scene.sizes, scene.told("probes").get("quick", [])
     ways = {each["way"] for each in quick}
-    for _ in scene.in_time(range(sizes.sweeps), name="repeats_left_out"):
+    for _ in scene.in_time([f"sweep {number + 1}" for number in range(sizes.sweeps)]):
         repeats.append(
             choice.repeat(
                 sizes.probe_seconds,

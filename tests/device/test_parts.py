@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from autotune_offload.records import DeviceIdentity
 from autotune_offload.testing import FakeAccelerator, FakeAcceleratorDevice, habana_modules
 from benchmarks.device import copies, identity, memory, probes
 from benchmarks.device.link import ceiling
+from benchmarks.device.profiled import nameless
 from benchmarks.device.scene import SHORT, Scene
 from benchmarks.device.sleeps import MOST_CYCLES, SleepyDevice, hold_up_backward, sleeper
 
@@ -118,6 +120,26 @@ def test_the_first_cases_cover_what_is_claimed(locks: bool) -> None:
     assert {"checkpoint", "coming_and_going"} <= {case.habit for case in first}
     assert {case.spec.accumulate for case in first if case.accumulation > 1} == {"device", "host"}
     assert len({case.name for case in cases}) == len(cases)
+
+
+def test_cases_become_shorter_before_any_is_left_out(tmp_path: Path) -> None:
+    """By what a step has taken so far; below twenty steps a case tells nothing."""
+    ran = [{"seconds": 100.0, "steps": 200}]
+    for seconds, expected in ((1000.0, 200), (100.0, 100), (25.0, 25), (15.0, None)):
+        scene = Scene(name="identity", folder=tmp_path, seconds=seconds + 0.5)
+        found = identity.affordable(scene, ran)
+        assert found == expected or (
+            found is not None and expected is not None and abs(found - expected) <= 1
+        )
+        assert identity.affordable(scene, []) == 200
+
+
+def test_a_trace_names_nobody(tmp_path: Path) -> None:
+    """Kineto writes the host's name and where the file lies."""
+    file = tmp_path / "trace-x.json"
+    file.write_text('{"host_name": "rosalind", "traceName": "/home/r/trace-x.json", "traceEvents": []}')
+    nameless(file)
+    assert json.loads(file.read_text()) == {"host_name": "HOST", "traceName": file.name, "traceEvents": []}
 
 
 def test_a_part_begins_nothing_that_it_does_not_expect_to_end(tmp_path: Path) -> None:
