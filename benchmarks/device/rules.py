@@ -51,7 +51,7 @@ def _identical(found: Found, cases: list[dict[str, Any]], pairs: list[dict[str, 
     slept = sum(case.get("sleeps", 0) for case in ran)
     held = f"{slept:,} sleeps in the streams" if slept else "no sleeps in the streams"
     steps, larger = sum(case["steps"] for case in ran), sum(pair["pairs"] for pair in pairs)
-    told = f"cases: {len(ran)}, steps in them: {steps:,} ({held}); pairs of steps of a larger model: {larger}; all the same"
+    told = f"cases: {len(ran)}, steps in them: {steps:,} ({held}); pairs of a larger model: {larger}; all the same"
     return (HOLDS, told) if on_host(found) is None else (UNKNOWN, f"{told}, but on the host itself")
 
 
