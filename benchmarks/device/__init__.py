@@ -12,5 +12,5 @@ From below: `outcomes` (what is kept on disk), `scene` (device, sizes and time o
 link carries), `sleeps` (a device whose streams are held up), `traces` (a profiler's trace, read), then a module a part:
 `build`, `here`, `probes`, `copies`, `sweep`, `training`, `profiled`, `identity`, `memory`, `described`; `parts` (all
 of them in order), `part` (a part's own process), `children` (starting and ending it); `answers`, `rules`, `link_rules`
-and `claims` (what is held against what); `page` and `page_parts` (what a person reads), `__main__`.
+and `claims` (what is held against what); `cells`, `page_parts` and `page` (what a person reads), `__main__`.
 """

@@ -11,8 +11,9 @@ from typing import Any
 from autotune_offload import units
 from autotune_offload.doctor.pasted import Hidden
 from benchmarks.device.answers import FAILS, HOLDS, UNKNOWN
+from benchmarks.device.cells import table
 from benchmarks.device.claims import Verdict
-from benchmarks.device.page_parts import SECTIONS, table
+from benchmarks.device.page_parts import SECTIONS
 
 _MARKS = {HOLDS: "holds", FAILS: "**does not hold**"}
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from autotune_offload.units import MISSING, duration, percent, rate, size
-
-Lines = Iterator[str]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
-    """In Markdown; a bar in a cell is no border."""
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(' '.join(str(cell).split()).replace('|', chr(92) + '|') for cell in row)} |"
+from benchmarks.device.cells import Lines, more, moved, pair, table, times
 
 
 def here(found: dict[str, Any], document: dict[str, Any]) -> Lines:
@@ -139,9 +130,9 @@ def training(found: dict[str, Any], document: dict[str, Any]) -> Lines:
             each["name"],
             f"{each['rows']:,}",
             each["stock_memory"],
-            *_pair(each, "partition_grads"),
-            *_pair(each, "backward"),
-            *_pair(each, "step"),
+            *pair(each, "partition_grads"),
+            *pair(each, "backward"),
+            *pair(each, "step"),
             str(each["pairs"]),
             "same" if each["bit_identical"] else "DIFFERENT",
         )
@@ -169,8 +160,8 @@ def training(found: dict[str, Any], document: dict[str, Any]) -> Lines:
     steps = [
         (
             each["name"],
-            *_pair(each, "step_phase"),
-            *_pair(each, "train_step"),
+            *pair(each, "step_phase"),
+            *pair(each, "train_step"),
             f"{each['floor_ratio']:.2f}",
             str(each["threads"]),
             "same" if each["bit_identical"] else "DIFFERENT",
@@ -199,10 +190,10 @@ def profiled(found: dict[str, Any], document: dict[str, Any]) -> Lines:
     rows = [
         (
             each["name"],
-            *_moved(each["gradients_to_host"], each["elements"]),
-            *_moved(each["sums_to_device"], each["elements"])[:1],
+            *moved(each["gradients_to_host"], each["elements"]),
+            *moved(each["sums_to_device"], each["elements"])[:1],
             duration(each["backward_seconds"]),
-            *_moved(each["weights_to_device"], each["elements"]),
+            *moved(each["weights_to_device"], each["elements"]),
             duration(each["step_seconds"]),
             f"`{each['file']}`",
         )
@@ -264,8 +255,8 @@ def memory(found: dict[str, Any], document: dict[str, Any]) -> Lines:
             size(each["counted_bytes"]) if found.get("counted_by") else MISSING,
             size(each["backward_peak_bytes"]) if each["backward_peak_bytes"] > 0 and not on_host else MISSING,
             size(each["scratch_bytes"]),
-            _more(each, "host_bytes"),
-            MISSING if on_host else _more(each, "device_bytes"),
+            more(each, "host_bytes"),
+            MISSING if on_host else more(each, "device_bytes"),
         )
         for each in found.get("runs", [])
     ]
@@ -294,7 +285,7 @@ def described(found: dict[str, Any], document: dict[str, Any]) -> Lines:
             t["way"],
             duration(t["measured_seconds"]),
             duration(t["predicted_seconds"]),
-            _times(t["predicted_seconds"], t["measured_seconds"]),
+            times(t["predicted_seconds"], t["measured_seconds"]),
         )
         for t in found.get("trials", [])
     ]
@@ -304,7 +295,7 @@ def described(found: dict[str, Any], document: dict[str, Any]) -> Lines:
             t["name"],
             duration(t["predicted_saved_seconds"]),
             duration(t["measured_saved_seconds"]),
-            _times(t["predicted_saved_seconds"], t["measured_saved_seconds"]),
+            times(t["predicted_saved_seconds"], t["measured_saved_seconds"]),
         )
         for t in found.get("training", [])
     ]
@@ -319,35 +310,10 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Lines]] = {
 }
 
 
-def _pair(case: dict[str, Any], metric: str) -> tuple[str, str]:
-    stock, ours = case[f"{metric}_stock_seconds"], case[f"{metric}_ours_seconds"]
-    return f"{_spread(stock)}, {_spread(ours)}", f"{case[f'{metric}_ratio']:.2f}"
-
-
-def _spread(timing: dict[str, Any]) -> str:
-    return f"{duration(timing['median'])} ({duration(timing['iqr'])})"
-
-
-def _moved(link: dict[str, Any], elements: int) -> tuple[str, str, str]:
-    if not link["copies"]:
-        return "none seen", MISSING, MISSING
-    each = f"{link['bytes'] / elements:.2f}" if link["bytes"] is not None else MISSING
-    return each, duration(link["seconds"]), percent(link["hidden_seconds"] / max(link["seconds"], 1e-12))
-
-
 def _case(case: dict[str, Any]) -> str:
     if case["stock_failed"] is not None:
         return f"DeepSpeed's own code fails: {case['stock_failed']}"
     return "same" if case["difference"] is None else f"**DIFFERENT**: {case['difference']}"
-
-
-def _more(run: dict[str, Any], key: str) -> str:
-    more = run["after"][key] - run["before"][key]
-    return "as before" if not more else f"{'+' if more > 0 else '-'}{size(abs(more))}"
-
-
-def _times(predicted: float, measured: float) -> str:
-    return f"{predicted / measured:.2f}" if measured > 0 and predicted > 0 else MISSING
 
 
 def _failed(found: dict[str, Any]) -> Lines:

@@ -11,10 +11,11 @@ import pytest
 from markdown_it import MarkdownIt
 
 from benchmarks.device import outcomes
+from benchmarks.device.cells import table
 from benchmarks.device.claims import judged
 from benchmarks.device.outcomes import Outcome
 from benchmarks.device.page import page, verdict_lines
-from benchmarks.device.page_parts import SECTIONS, table
+from benchmarks.device.page_parts import SECTIONS
 from benchmarks.device.parts import PARTS
 from tests.device.found import good
 
