@@ -292,6 +292,20 @@ def stock_sequence(version: tuple[int, int, int]) -> StockSequence:
     return STOCK_SEQUENCES[0]
 
 
+# -- how its optimizer of stages 1 and 2 looks for an overflow --------------------------------------
+
+STAGE12 = "DeepSpeedZeroOptimizer"
+
+TRACKERS = ("update_offload_overflow_tracker", "update_overflow_tracker_for_param_grad")
+"""Called for each gradient of this rank at the boundary, where the optimizer is on the host: it sets
+`LOCAL_OVERFLOW`, and for that waits for the device. The first takes the gradient (read in 0.18.9 to 0.19.8), the second
+the parameter (0.14.5 to 0.16.9)."""
+
+LOCAL_OVERFLOW = "local_overflow"
+"""Read by `OVERFLOW` alone, and set to False by `RESET` at the end of a step (0.14.5 to 0.19.8)."""
+
+RESET = "reset_cpu_buffers"
+
 # -- how its ZeRO-3 optimizer makes a step --------------------------------------------------------
 
 UNSCALE, REASSIGN = "unscale_and_clip_grads", "_reassign_or_swap_out_partitioned_parameters"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from autotune_offload.upstream import STOCK_SEQUENCES, stock_sequence
-from tests.matrix.__main__ import CHECKOUT, GROUPS, HALF, VERSIONS, installed, run, verdict
+from tests.matrix.__main__ import CHECKOUT, GROUPS, HALF, STAGES, SUMS, VERSIONS, installed, run, verdict
 
 
 @pytest.mark.matrix
@@ -25,6 +25,14 @@ def test_an_older_deepspeed_trains_the_same_to_the_bit(version: str) -> None:
     results = run(version, GROUPS)
     assert [(result["case"], result["difference"]) for result in results if result["difference"]] == []
     assert {result["group"] for result in results if not result["stock_failed"]} == set(GROUPS)
+
+
+@pytest.mark.long
+def test_stages_1_and_2_train_the_same_and_as_plain_torch_adds_up() -> None:
+    """On the installed version: with the flag and without, and against gradients that are added up by hand."""
+    results = run(None, [SUMS, STAGES])
+    assert [(result["case"], result["difference"]) for result in results if result["difference"]] == []
+    assert {result["group"] for result in results if not result["stock_failed"]} == {SUMS, STAGES}
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from autotune_offload.api.given import Asked
 from autotune_offload.api.notices import DOCTOR, cause, log, warn
 from autotune_offload.api.report import Report, reports, shown
 from autotune_offload.config import equal_keys, lost_gradients, reading
+from autotune_offload.engine.one_flag import FlagStatus, attach_flag
 from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.errors import ProfileError
@@ -78,6 +79,7 @@ def carried_out(
     with contextlib.suppress(Exception):  # an engine that takes no weak reference has no report
         reports[result[0]] = call.decided.report
     carried = structs.replace(_carried_out(result[0], call.decided), step=_step(result[0], call.decided))
+    carried = structs.replace(carried, flag=_flag(result[0], call.decided))
     carried = _with_what_is_lost(result[0], carried)
     reached.say(None if carried.profile is not None else "; ".join(carried.notices))
     with contextlib.suppress(Exception):
@@ -276,6 +278,20 @@ def _carried_out(engine: Any, decided: Decided) -> Report:
         warn(f"the {choice.path} path was not attached: {cause(error)}; {DOCTOR}", error)
         status = Status(why_not=cause(error))
     return structs.replace(decided.report, path=status)
+
+
+def _flag(engine: Any, decided: Decided) -> FlagStatus | None:
+    """Look for overflows of stages 1 and 2 without waiting; None where that is not asked for."""
+    if decided.device is None or decided.settings.path == "deepspeed":
+        return None
+    try:
+        status = attach_flag(engine, decided.device)
+    except Exception as error:  # fail open
+        if decided.strict:
+            raise
+        warn(f"DeepSpeed looks for overflows itself: {cause(error)}; {DOCTOR}", error)
+        return None
+    return None if status.why_not is not None else status
 
 
 def _with_what_is_lost(engine: Any, report: Report) -> Report:

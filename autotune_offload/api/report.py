@@ -18,6 +18,7 @@ from autotune_offload.api.page_locked import page_locked
 from autotune_offload.engine import attach
 from autotune_offload.engine.attach import kept_ranges
 from autotune_offload.engine.entrants import OWN_NAME
+from autotune_offload.engine.one_flag import FlagStatus
 from autotune_offload.engine.status import Status
 from autotune_offload.engine.step import StepStatus
 from autotune_offload.engine.step_attach import kept_step_ranges
@@ -46,6 +47,8 @@ class Report(Record, frozen=True, kw_only=True):
     """What the attached path has done; None where nothing was to be attached."""
     step: StepStatus | None = None
     """What has become of the step; None where it is DeepSpeed's without a question."""
+    flag: FlagStatus | None = None
+    """At stages 1 and 2: how overflows are looked for; None where DeepSpeed does so."""
     pinned_bytes: Mapping[str, int] = msgspec.field(default_factory=dict)
     """What is really page-locked for this engine, by buffer."""
     passes: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -87,6 +90,7 @@ class Report(Record, frozen=True, kw_only=True):
         lines = [f"autotune-offload: {words} ({self.source})", f"carried out {self.carrier()}"]
         lines += [self.carried()] * bool(self.carried())
         lines += [f"steps made {self.stepper()}"] * (self.step is not None)
+        lines += [f"overflows {self.looker()}"] * (self.flag is not None)
         lines.append("why:")
         decided = self.profile.step if self.step is not None else None
         reasons = (*choice.reasons, *(decided.reasons if decided is not None else ()))
@@ -130,6 +134,16 @@ class Report(Record, frozen=True, kw_only=True):
             return f"by one compiled pass; {words}"
         again = ", which is being timed again" if step.threads is None else ""
         return f"by one compiled pass{again}; {words}; {step.confirmed.sentence()}"
+
+    def looker(self) -> str:
+        """Who looks for overflows at stages 1 and 2, in a few words."""
+        flag = self.flag
+        if flag is None or flag.why_not is not None:
+            return f"looked for by DeepSpeed's own code{'' if flag is None else f': {flag.why_not}'}"
+        return (
+            "looked for without waiting for the device, and read once a step; the first "
+            f"{flag.checked} gradients were found as by DeepSpeed's own code"
+        )
 
     def _times(self, path: Status) -> str:
         """With the path and without; medians of accumulations."""

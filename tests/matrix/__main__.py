@@ -50,8 +50,8 @@ attribute. The default tests run the installed version, 0.19.8."""
 LONGER = ("fp16", "habits")
 """Groups that together take half the time."""
 GROUPS = ("bf16", "fp16", "fp32", "parameters", "checkpointing", "habits", "host", "ranks")
-SUMS = "sums"
-"""Whether stages 1 and 2 accumulate all gradients, where `upstream` says that they do."""
+SUMS, STAGES = "sums", "stages"
+"""Whether stages 1 and 2 accumulate all gradients, where `upstream` says that they do; and both with ours in them."""
 STEP_GROUPS = ("step", "step_ranks")
 """With DeepSpeed's CPU Adam, which is compiled for each version, in about a minute: in the matrix only."""
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -119,11 +119,11 @@ def run(version: str | None, groups: Iterable[str], limit_seconds: float = LIMIT
     What a process printed last is a difference of its own where it ends early.
     """
     groups, deadline = list(groups), time.monotonic() + limit_seconds
-    apart = {*LONGER, *STEP_GROUPS, SUMS, "ranks"}
+    apart = {*LONGER, *STEP_GROUPS, SUMS, STAGES, "ranks"}
     halves = [[g for g in groups if g in LONGER], [g for g in groups if g not in apart]]
     results = _finished([_start(version, half, 0, 1, free_port()) for half in halves if half], deadline)
-    if SUMS in groups:
-        results += _finished([_start(version, [SUMS], 0, 1, free_port())], deadline)
+    below = [group for group in (SUMS, STAGES) if group in groups]
+    results += _finished([_start(version, [group], 0, 1, free_port()) for group in below], deadline)
     if "step" in groups:
         results += _finished([_start(version, ["step"], 0, 1, free_port())], deadline)
     for group in ("ranks", "step_ranks"):
@@ -134,7 +134,7 @@ def run(version: str | None, groups: Iterable[str], limit_seconds: float = LIMIT
 
 
 def _start(version: str | None, groups: list[str], rank: int, ranks: int, port: int) -> subprocess.Popen[str]:
-    module = "tests.matrix.sums" if groups == [SUMS] else "tests.matrix.driver"
+    module = f"tests.matrix.{groups[0]}" if groups[0] in (SUMS, STAGES) else "tests.matrix.driver"
     if set(groups) <= set(STEP_GROUPS):
         module = "tests.matrix.step"
     return subprocess.Popen(
@@ -200,7 +200,7 @@ def main() -> int:
         "versions", nargs="*", metavar="VERSION", help=f"of {', '.join(VERSIONS)}: all of them"
     )
     parser.add_argument("--half", action="store_true", help=f"{', '.join(HALF)}, which tell the most")
-    every = (*GROUPS, SUMS, *STEP_GROUPS)
+    every = (*GROUPS, SUMS, STAGES, *STEP_GROUPS)
     parser.add_argument("--groups", nargs="*", default=every, choices=every)
     options = parser.parse_args()
     versions = options.versions or (HALF if options.half else VERSIONS)
