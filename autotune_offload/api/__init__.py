@@ -1,5 +1,5 @@
 """What you call.
 
 From below: page_locked, report, reached, notices, voice, probe, given, foreseen, profile, call, deciding, confirming,
-initialize, install.
+carrying, initialize, install.
 """

@@ -16,9 +16,8 @@ from msgspec import structs
 from autotune_offload import switch
 from autotune_offload.api import reached, voice
 from autotune_offload.api.call import configuration, emptied, init_distributed, named, working
-from autotune_offload.api.confirming import put_in, put_step_in
+from autotune_offload.api.carrying import flag_in, step_in, with_path, with_what_is_lost
 from autotune_offload.api.deciding import (
-    SWITCHED_OFF,
     Decided,
     decided_or_not,
     switched_off,
@@ -26,12 +25,9 @@ from autotune_offload.api.deciding import (
     untuned_by_switch,
 )
 from autotune_offload.api.given import Asked
-from autotune_offload.api.notices import DOCTOR, cause, log, warn
+from autotune_offload.api.notices import cause, log, warn
 from autotune_offload.api.report import Report, reports, shown
-from autotune_offload.config import equal_keys, lost_gradients, reading
-from autotune_offload.engine.one_flag import FlagStatus, attach_flag
-from autotune_offload.engine.status import Status
-from autotune_offload.engine.step import StepStatus
+from autotune_offload.config import lost_gradients, reading
 from autotune_offload.errors import ProfileError
 from autotune_offload.machine import host
 from autotune_offload.profiles.store import Store
@@ -78,9 +74,12 @@ def carried_out(
         result, call = _started_as_the_user_has_it(call, deepspeed.initialize, error)
     with contextlib.suppress(Exception):  # an engine that takes no weak reference has no report
         reports[result[0]] = call.decided.report
-    carried = structs.replace(_carried_out(result[0], call.decided), step=_step(result[0], call.decided))
-    carried = structs.replace(carried, flag=_flag(result[0], call.decided))
-    carried = _with_what_is_lost(result[0], carried)
+    carried = structs.replace(
+        with_path(result[0], call.decided),
+        step=step_in(result[0], call.decided),
+        flag=flag_in(result[0], call.decided),
+    )
+    carried = with_what_is_lost(result[0], carried)
     reached.say(None if carried.profile is not None else "; ".join(carried.notices))
     with contextlib.suppress(Exception):
         reports[result[0]] = carried
@@ -259,69 +258,6 @@ def load_profile(path: str | Path | None = None) -> Profile:
         if entry.profile is not None:
             return entry.profile
     raise ProfileError(f"no stored profile in {store.folder}; make one with `autotune-offload probe`")
-
-
-def _carried_out(engine: Any, decided: Decided) -> Report:
-    """Put the chosen path into the engine, where there is one to be put; the report with its status."""
-    if not decided.carry_path or decided.report.profile is None:
-        return decided.report
-    choice = decided.report.profile.choice
-    try:
-        if choice.path == "pinned" and not engine.optimizer.offload_optimizer_pin_memory:
-            status = Status(why_not="offload_optimizer.pin_memory stays false, as you wrote it")
-        else:
-            seed = equal_keys.sizes_digest(decided.config or {})
-            status = put_in(engine, decided.report.profile, decided.settings, decided.device, seed)
-    except Exception as error:  # fail open
-        if decided.strict:
-            raise
-        warn(f"the {choice.path} path was not attached: {cause(error)}; {DOCTOR}", error)
-        status = Status(why_not=cause(error))
-    return structs.replace(decided.report, path=status)
-
-
-def _flag(engine: Any, decided: Decided) -> FlagStatus | None:
-    """Look for overflows of stages 1 and 2 without waiting; None where that is not asked for."""
-    if decided.device is None or decided.settings.path == "deepspeed":
-        return None
-    try:
-        status = attach_flag(engine, decided.device)
-    except Exception as error:  # fail open
-        if decided.strict:
-            raise
-        warn(f"DeepSpeed looks for overflows itself: {cause(error)}; {DOCTOR}", error)
-        return None
-    return None if status.why_not is not None else status
-
-
-def _with_what_is_lost(engine: Any, report: Report) -> Report:
-    """The report with a warning where this release of DeepSpeed will leave gradients out; of the engine itself."""
-    with contextlib.suppress(Exception):  # an engine of another kind has no such optimizer
-        if report.notices != (SWITCHED_OFF,) and engine.optimizer.cpu_offload:
-            lost = lost_gradients.lost(
-                host.software().deepspeed,
-                int(engine.zero_optimization_stage()),
-                int(engine.gradient_accumulation_steps()),
-            )
-            if lost is not None:
-                warn(lost.sentence)
-                return structs.replace(report, notices=(lost.sentence, *report.notices))
-    return report
-
-
-def _step(engine: Any, decided: Decided) -> StepStatus | None:
-    """Make the engine's steps as decided; None where nothing was."""
-    profile = decided.report.profile
-    if not decided.makes_steps or profile is None:
-        return None
-    try:
-        seed = equal_keys.sizes_digest(decided.config or {})
-        return put_step_in(engine, profile, decided.settings, decided.device, seed)
-    except Exception as error:  # fail open
-        if decided.strict:
-            raise
-        warn(f"DeepSpeed makes the steps itself: {cause(error)}; {DOCTOR}", error)
-        return StepStatus(why_not=cause(error))
 
 
 def tuned_zero_init(
