@@ -26,7 +26,7 @@ from autotune_offload.engine.tally import Carried, Shares
 from autotune_offload.errors import ConfigError
 from autotune_offload.machine import compiled
 from autotune_offload.machine.ranges import as_trace
-from autotune_offload.machine.spans import Ranges
+from autotune_offload.machine.spans import numbered
 from autotune_offload.records import Change, Profile, Record
 
 reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
@@ -53,8 +53,8 @@ class Report(Record, frozen=True, kw_only=True):
     """What is really page-locked for this engine, by buffer."""
     passes: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Where the compiled passes that this process has asked for come from, or why there is none."""
-    ranges: tuple[Ranges, ...] = ()
-    """The latest ranges of path and step, as they ran."""
+    ranges: tuple[int, ...] = ()
+    """Under which numbers the latest ranges of path and step are kept in this process (see `machine.spans`)."""
 
     def text(self) -> str:
         """The report in plain lines: choice, reasons, changed keys, notices."""
@@ -73,12 +73,13 @@ class Report(Record, frozen=True, kw_only=True):
         Raises:
             ConfigError: nothing ran here that is ours, or the file cannot be written.
         """
-        if not any(each.spans for each in self.ranges):
+        kept = numbered(self.ranges)
+        if not any(each.spans for each in kept):
             raise ConfigError(
                 "there is nothing to trace: no path and no step of autotune-offload has run in this engine"
             )
         try:
-            Path(file).write_text(json.dumps(as_trace(self.ranges)), encoding="utf-8")
+            Path(file).write_text(json.dumps(as_trace(kept)), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {file}: {error.strerror}; name another file") from error
 
@@ -233,7 +234,7 @@ def report(engine: Any) -> Report:
         return _FOREIGN
     attach.status(engine)  # which looks who is called now
     kept = {id(each): each for each in (kept_ranges(engine), kept_step_ranges(engine)) if each is not None}
-    ranges = tuple(each.now() for each in kept.values())
+    ranges = tuple(each.number for each in kept.values())
     return structs.replace(
         known or _FOREIGN, pinned_bytes=page_locked(engine), passes=compiled.used(), ranges=ranges
     )

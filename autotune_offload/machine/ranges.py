@@ -18,7 +18,7 @@ from torch._C._autograd import _profiler_enabled
 
 from autotune_offload import trace_event
 from autotune_offload.machine.device import Device
-from autotune_offload.machine.spans import Kept, Ranges, Span
+from autotune_offload.machine.spans import Kept, Span
 
 PREFIX = "autotune-offload: "
 """Of every range; what follows names who carries, a piece, or what is waited for."""
@@ -53,10 +53,10 @@ def keep_ranges(device: Device) -> Kept:
     return device.kept_ranges
 
 
-def as_trace(of: Iterable[Ranges]) -> dict[str, Any]:
+def as_trace(of: Iterable[Kept]) -> dict[str, Any]:
     """What is kept, as a document for Chrome and Perfetto: one row a thread, times from the first range on."""
     of, process = tuple(of), os.getpid()
-    spans = sorted((span for kept in of for span in kept.spans), key=lambda span: span.begin)
+    spans = sorted((span for kept in of for span in kept.spans.copy()), key=lambda span: span.begin)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     start = spans[0].begin if spans else 0.0
     events = [trace_event.named_process(process, "autotune-offload, as it ran on the host")]

@@ -20,10 +20,10 @@ import pytest
 import torch
 from msgspec import structs
 
+from autotune_offload.api import carrying, voice
 from autotune_offload.api import initialize as api_initialize
 from autotune_offload.api import profile as api_profile
 from autotune_offload.api import report as api_report
-from autotune_offload.api import voice
 from autotune_offload.api.given import Asked, workload_of
 from autotune_offload.engine.status import Status
 from autotune_offload.errors import BudgetError, ConfigError, MeasurementError
@@ -789,7 +789,7 @@ def test_a_path_that_beats_deepspeed_is_attached(
         attached.append((engine, profile.choice))
         return Status(why_not="a stub")
 
-    monkeypatch.setattr(api_initialize, "put_in", put_in)
+    monkeypatch.setattr(carrying, "put_in", put_in)
     probes.choice = make_choice()
     engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG))
     assert attached == [(engine, make_choice())]
@@ -800,7 +800,7 @@ def test_a_frozen_model_is_tuned_and_gets_no_path(
     calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For inference its parameters are laid out and fetched as chosen; there is no gradient to carry."""
-    monkeypatch.setattr(api_initialize, "put_in", lambda *arguments: pytest.fail("attached"))
+    monkeypatch.setattr(carrying, "put_in", lambda *arguments: pytest.fail("attached"))
     probes.choice = make_choice()
     frozen = torch.nn.Linear(8, 8).requires_grad_(False)
     api_initialize.initialize(model=frozen, config=copy.deepcopy(CONFIG))
@@ -821,7 +821,7 @@ def test_a_path_that_cannot_be_attached_costs_one_warning(
     def put_in(*arguments: Any) -> Status:
         raise RuntimeError("no such hook")
 
-    monkeypatch.setattr(api_initialize, "put_in", put_in)
+    monkeypatch.setattr(carrying, "put_in", put_in)
     probes.choice = make_choice()
     config = with_block(strict=strict)
     if strict:
@@ -839,7 +839,7 @@ def test_deepspeeds_own_code_stays_where_it_is_not_beaten(
     calls: Calls, probes: Probes, monkeypatch: pytest.MonkeyPatch, steer: Any
 ) -> None:
     """Or where the user asked for it: nothing is attached."""
-    monkeypatch.setattr(api_initialize, "put_in", lambda *arguments: pytest.fail("attached"))
+    monkeypatch.setattr(carrying, "put_in", lambda *arguments: pytest.fail("attached"))
     probes.choice = make_choice(gain=1.0) if steer is None else make_choice()
     engine, *_ = api_initialize.initialize(model=MODEL, config=copy.deepcopy(CONFIG), autotune=steer)
     assert api_report.report(engine).path is None

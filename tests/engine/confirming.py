@@ -180,7 +180,7 @@ def watched(folder: Path) -> list[list[str]]:
         loop.step(5)
     kept = engine_attach.kept_ranges(engine)
     assert kept is not None
-    Report(profile=None, ranges=(kept.now(),)).trace(folder / "run.json")
+    Report(profile=None, ranges=(kept.number,)).trace(folder / "run.json")
     engine.destroy()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     return list(_ours(profiler.profiler.kineto_results.experimental_event_tree(), ()))

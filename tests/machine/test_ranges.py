@@ -69,7 +69,7 @@ def test_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         with named(device, str(number)):
             pass
     assert [span.name for span in kept.spans] == ["2", "3", "4"]
-    assert as_trace([kept.now()])["otherData"]["kept"] == "the latest 3 of 5 ranges"
+    assert as_trace([kept])["otherData"]["kept"] == "the latest 3 of 5 ranges"
 
 
 def test_a_trace_has_a_row_for_each_thread_and_times_from_the_first_range_on() -> None:
@@ -85,7 +85,7 @@ def test_a_trace_has_a_row_for_each_thread_and_times_from_the_first_range_on() -
         thread = threading.Thread(target=other, name="helper")
         thread.start()
         thread.join()
-    document = json.loads(json.dumps(as_trace([kept.now()])))
+    document = json.loads(json.dumps(as_trace([kept])))
     rows = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"]
     complete = {e["name"]: e for e in document["traceEvents"] if e["ph"] == "X"}
     assert len(rows) == 2 and threading.current_thread().name in rows
@@ -101,5 +101,5 @@ def test_two_devices_make_one_trace() -> None:
     for device in reversed(both):
         with named(device, "here"):
             pass
-    times = [e["ts"] for e in as_trace([each.now() for each in kept])["traceEvents"] if e["ph"] == "X"]
+    times = [e["ts"] for e in as_trace(kept)["traceEvents"] if e["ph"] == "X"]
     assert len(times) == 2 and times == sorted(times)
