@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from typing import Any
@@ -206,3 +207,24 @@ def test_other_optimizers_are_left_alone() -> None:
         (changed, "replaced by somebody else"),
     ):
         assert word in str(attached(optimizer)[1].why_not)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_it_is_read_on_the_stream_that_gradients_are_reduced_on(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Whoever asks before the epilogue has waited for that stream gets the answer all the same."""
+    optimizer, device, used = DeepSpeedZeroOptimizer(), Shared(), list[Any]()
+    optimizer.overlap_comm = overlap
+    optimizer.reduction_stream = stream = object()  # type: ignore[attr-defined]
+
+    def on(which: Any) -> Any:
+        used.append(which)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(device, "on", on)
+    attach_flag(Engine(optimizer), device)
+    for _ in range(CHECKED + 1):
+        optimizer.update_offload_overflow_tracker(torch.ones(3))
+    optimizer.has_overflow()
+    assert used == [stream if overlap else None]

@@ -65,7 +65,14 @@ _VERIFIED = Stays(
     why="of the process that trains for `verify`, around DeepSpeed's whole step: it times, and moves nothing"
 )
 
+_AFTER_THE_EPILOGUE = Stays(
+    why="which stream the flag is read on: DeepSpeed's epilogue has synchronized the device where there are two, so only "
+    "who asks for the overflow before it could miss it (tests/engine/test_one_flag.py: its own stream)"
+)
+
 WAITS: dict[str, Dies | Stays] = {
+    # overflows of stages 1 and 2
+    "engine.one_flag: OneFlag._on_its_stream: self._device.on": _AFTER_THE_EPILOGUE,
     # sums of micro-steps
     "paths.accumulation: Accumulation.drain: self.device.record_event().synchronize": _training(
         **{
