@@ -66,8 +66,8 @@ _VERIFIED = Stays(
 )
 
 _AFTER_THE_EPILOGUE = Stays(
-    why="which stream the flag is read on: DeepSpeed's epilogue has synchronized the device where there are two, so only "
-    "who asks for the overflow before it could miss it (tests/engine/test_one_flag.py: its own stream)"
+    why="which stream the flag is read on: DeepSpeed's epilogue has synchronized the device where there are two, so "
+    "only who asks for the overflow before it could miss it (tests/engine/test_one_flag.py: its own stream)"
 )
 
 WAITS: dict[str, Dies | Stays] = {
