@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -27,8 +27,9 @@ SCHEMA = 1
 Kind = Literal["d2h", "h2d", "h2h"]
 Memory = Literal["pageable", "pinned"]
 State = Literal["cold", "warm"]
-Path = Literal["direct", "pinned", "staged"]
-PATHS: tuple[Path, ...] = get_args(Path)
+Path = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]*$")]
+"""One of PATHS, or of an installed package (see `packaged`)."""
+PATHS: tuple[Path, ...] = ("direct", "pinned", "staged")
 Cast = Literal["device", "host"]
 Accumulate = Literal["device", "host"]
 Scalar = str | int | float | bool | None
@@ -617,8 +618,8 @@ class Settings(Record, frozen=True, kw_only=True):
 
     enabled: bool = True
     """False returns the configuration untouched and measures nothing."""
-    path: Literal["auto", Path, "deepspeed"] = "auto"
-    """The gradient path; "deepspeed" keeps DeepSpeed's own code."""
+    path: str = "auto"
+    """The gradient path, one of ours or of an installed package; "deepspeed" keeps DeepSpeed's own code."""
     cast: Literal["auto", "device", "host"] = "auto"
     """Where 16-bit gradients become fp32."""
     buffer_bytes: int | Auto = "auto"

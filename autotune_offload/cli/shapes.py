@@ -14,10 +14,12 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
+from autotune_offload import packaged
 from autotune_offload.config.block import BLOCK
 from autotune_offload.described.machine import Machine
 from autotune_offload.profiles.fleet import Member, Survey
 from autotune_offload.records import (
+    PATHS,
     Accumulated,
     Back,
     Baseline,
@@ -282,6 +284,8 @@ def _config() -> Schema:
         name: {**_or_auto(name, made), "default": made["default"], "description": said[name]}
         for name, made in block["properties"].items()
     }
+    properties["path"] |= {"enum": ["auto", *PATHS, *packaged.names(), "deepspeed"]}
+    del properties["path"]["anyOf"]
     ours = {**block, "properties": properties, "additionalProperties": False}
     return {"type": "object", "properties": {BLOCK: ours}}
 

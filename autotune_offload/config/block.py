@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autotune_offload import packaged
 from autotune_offload.errors import ConfigError
 from autotune_offload.records import PATHS, Settings
 
@@ -70,6 +71,11 @@ def _one_of(*names: str) -> Callable[[object], str]:
     return check
 
 
+def _path(value: object) -> str:
+    own = (*PATHS, "deepspeed")
+    return str(value) if value in own else _one_of(*own, *packaged.names())(value)
+
+
 def _whole(least: int) -> Callable[[object], int]:
     def check(value: object) -> int:
         number = _integral(value)
@@ -116,7 +122,7 @@ def _keys(value: object) -> tuple[str, ...]:
 
 _CHECKS: dict[str, Callable[[object], Any]] = {
     "enabled": _flag,
-    "path": _one_of(*PATHS, "deepspeed"),
+    "path": _path,
     "cast": _one_of("device", "host"),
     "buffer_bytes": _size(1),
     "buffer_count": _whole(1),

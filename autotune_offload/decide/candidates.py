@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import structs
 
+from autotune_offload import packaged
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.errors import ConfigError
 from autotune_offload.machine.device import Device
@@ -59,9 +60,11 @@ def admitted(model: CostModel, device: Device, rules: PinRules, steer: Settings)
     Raises:
         ConfigError: the user fixed something that cannot run here.
     """
-    every = grid(device, model.workload, steer)
-    found = sorted((structs.replace(c, predicted_seconds=model.seconds(c)) for c in every), key=predicted)
-    limits = {key(c): rules.against(c) or _against_device_memory(c, model, device) for c in found}
+    every = (_with_prediction(c, model) for c in grid(device, model.workload, steer))
+    found = sorted(every, key=predicted)
+    limits = {
+        key(c): c.rejected or rules.against(c) or _against_device_memory(c, model, device) for c in found
+    }
     able = [c for c in found if limits[key(c)] is None]
     if not able:
         raise ConfigError(
@@ -70,6 +73,16 @@ def admitted(model: CostModel, device: Device, rules: PinRules, steer: Settings)
         )
     barred = _one_a_cast(structs.replace(c, rejected=limits[key(c)]) for c in found if limits[key(c)])
     return sorted([*_pruned(able, _NEVER_PRUNED * model.compute_seconds), *barred], key=predicted)
+
+
+def _with_prediction(candidate: Candidate, model: CostModel) -> Candidate:
+    try:
+        return structs.replace(candidate, predicted_seconds=model.seconds(candidate))
+    except Exception as error:
+        if candidate.path in PATHS:
+            raise
+        why = f"what it goes through cannot be told: {type(error).__name__}: {error}"
+        return structs.replace(candidate, rejected=why)
 
 
 def _against_device_memory(candidate: Candidate, model: CostModel, device: Device) -> str | None:
@@ -128,7 +141,7 @@ def _options(device: Device, workload: Workload, steer: Settings) -> list[Sequen
             f"buffer_bytes is {steer.buffer_bytes}; expected at least 4, the bytes of one fp32 element"
         )
     ours: dict[str, Sequence[Any]] = {
-        "path": PATHS,
+        "path": (*PATHS, *packaged.usable()),
         "cast": ("device", "host"),
         "buffer_bytes": _buffer_sizes(workload),
         "buffer_count": _BUFFER_COUNTS,

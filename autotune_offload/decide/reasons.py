@@ -96,7 +96,7 @@ def _not_tried(verdict: Verdict) -> Iterator[str]:
         why = f"{NOT_HERE}: {verdict.rules.not_on_offer}"
         yield f"{why}; so the paths pinned and staged were not tried"
         return
-    for path in PATHS:
+    for path in dict.fromkeys([*PATHS, *(e.record.path for e in verdict.outcome.candidates)]):
         entrants = [e for e in verdict.outcome.candidates if e.record.path == path]
         causes = [e.failed or e.record.rejected for e in entrants]
         failed = any(e.failed for e in entrants)

@@ -12,7 +12,7 @@ from autotune_offload.decide.candidates import kind
 from autotune_offload.decide.cost_model import CostModel
 from autotune_offload.decide.entrant import Entrant
 from autotune_offload.paths.page_locking import PinRules
-from autotune_offload.paths.path import PINS
+from autotune_offload.paths.path import pins
 from autotune_offload.records import Baseline, Candidate, Path, Settings
 
 _BUFFER_TIE = 0.01
@@ -65,7 +65,7 @@ class Verdict:
 
     def _by_tie_rule(self) -> Entrant[Candidate]:
         """Within the noise, the path that pins less, with its micro-steps added up where DeepSpeed does."""
-        path = min((e.record.path for e in self.near), key=PINS.__getitem__)
+        path = min((e.record.path for e in self.near), key=pins)
         same = [e for e in self.near if e.record.path == path]
         on_host = [e for e in same if e.place == "host"]
         as_deepspeed = [e for e in same if e.place == "device"]

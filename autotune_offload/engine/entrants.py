@@ -12,7 +12,7 @@ from autotune_offload.engine.confirmation import FEWEST_ROUNDS, MOST_ROUNDS, Con
 from autotune_offload.engine.delivery import Delivery
 from autotune_offload.engine.rounds import OWN
 from autotune_offload.engine.self_check import Checks
-from autotune_offload.paths.path import PINS, Spec
+from autotune_offload.paths.path import Spec, pins
 from autotune_offload.records import Record, path_in_words
 
 OWN_NAME = "DeepSpeed's own code"
@@ -143,7 +143,7 @@ def schedule(entrants: Sequence[Entrant], confirm: Confirm | None, *, beside: bo
     if confirm is None:
         return Once(beside=beside)
     return Confirmation(
-        [0 if each.spec is None else PINS[each.spec.path] for each in entrants],
+        [0 if each.spec is None else pins(each.spec.path) for each in entrants],
         holder=OWN if confirm.begins_with_own else 1,
         seed=confirm.seed,
         fewest=confirm.fewest_rounds,

@@ -86,7 +86,7 @@ class PinRules:
         if self.not_on_offer is not None:
             return f"page-locked memory is not on offer: {self.not_on_offer}"
         own: list[int] = []
-        if beside.path != "direct":
+        if page_locks(beside.path):
             ring = [beside.buffer_bytes * beside.buffer_count]
             own = ring if beside.path == "staged" else self.optimizer_blocks
         return self._against_blocks([*own, *blocks], max(blocks), "fewer threads need fewer buffers")

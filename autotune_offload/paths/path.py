@@ -26,8 +26,12 @@ _TAIL_ELEMENTS = 1024
 """Below this, an in-place upcast goes through a copy: halving further costs more than it saves."""
 
 
-PINS: dict[Path, int] = {"direct": 0, "staged": 1, "pinned": 2}
-"""The paths by how much they page-lock: a near tie goes to the least."""
+_PINS: dict[Path, int] = {"direct": 0, "staged": 1, "pinned": 2}
+
+
+def pins(path: Path) -> int:
+    """The place of a path by how much it page-locks: a near tie goes to the least. One from outside locks nothing."""
+    return _PINS.get(path, 0)
 
 
 class Spec(Protocol):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from autotune_offload import packaged
 from autotune_offload.line import Line
 from autotune_offload.paths.rates import Rates
 from autotune_offload.records import Baseline, Candidate, Memory, Path
@@ -65,7 +66,12 @@ def stages(way: Candidate | Baseline, low_bytes: int, rates: Rates) -> Stages:
     """
     if isinstance(way, Baseline):
         return _stock(way, low_bytes, rates)
-    return _PATHS[way.path](way, low_bytes, rates)
+    if way.path in _PATHS:
+        return _PATHS[way.path](way, low_bytes, rates)
+    if packaged.why_missing(way.path) is not None:  # a profile of another host: nothing is known of it here
+        return Stages(work=(), waits_for="")
+    found: Stages = packaged.load(way.path).stages(way, low_bytes, rates)
+    return found
 
 
 def _destination(way: Candidate, low_bytes: int, rates: Rates) -> Stages:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from autotune_offload import places
+from autotune_offload import packaged, places
 from autotune_offload.errors import ProfileError
 from autotune_offload.profiles.trust import AGAIN
 from autotune_offload.profiles.yaml_form import identity, load, to_text
@@ -166,7 +166,7 @@ class Store:
         if not os.path.lexists(path):
             return self._nearest(fingerprint)
         try:
-            profile = load(path, only_own=True)
+            profile = _own(path)
         except ProfileError as error:
             return Miss(reason=str(error))
         if differs := _differing(profile.fingerprint, fingerprint):
@@ -183,7 +183,7 @@ class Store:
             if not set(_differing(stored, fingerprint)) <= ignore:
                 continue
             try:
-                return load(path, only_own=True)
+                return _own(path)
             except ProfileError as error:
                 problems.append(str(error))
         return Miss(reason=problems[0]) if problems else self._nearest(fingerprint, ignore)
@@ -216,6 +216,14 @@ def found_beside(profile: Path) -> Path:
 
 
 # -- names ----------------------------------------------------------------------------------------
+
+
+def _own(path: Path) -> Profile:
+    """A stored profile that may be used here: this user's, with a path that can be built."""
+    profile = load(path, only_own=True)
+    if (missing := packaged.why_missing(profile.choice.path)) is not None:
+        raise ProfileError(f"{path} cannot be carried out: {missing}; {AGAIN}")
+    return profile
 
 
 def _resolved(folder: Path) -> Path:

@@ -24,7 +24,7 @@ from tests.factories import make_choice, make_profile
 def tried(path: str, cast: str, seconds: float, threads: int = 0, buffer_bytes: int = 1 << 20) -> Candidate:
     """A candidate that was timed."""
     return Candidate(
-        path=path,  # type: ignore[arg-type]
+        path=path,
         cast=cast,  # type: ignore[arg-type]
         buffer_bytes=buffer_bytes,
         buffer_count=2,
