@@ -27,7 +27,7 @@ SCHEMA = 1
 Kind = Literal["d2h", "h2d", "h2h"]
 Memory = Literal["pageable", "pinned"]
 State = Literal["cold", "warm"]
-Path = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]*$")]
+Path = Annotated[str, msgspec.Meta(pattern="^[a-z][_a-z0-9]*$")]
 """One of PATHS, or of an installed package (see `packaged`)."""
 PATHS: tuple[Path, ...] = ("direct", "pinned", "staged")
 Cast = Literal["device", "host"]

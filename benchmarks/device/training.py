@@ -61,7 +61,7 @@ def ways(scene: Scene) -> dict[str, Placed]:
     for path, cast in _WAYS:
         if path == "direct" or locks:
             found[f"{path}, cast on the {cast}"] = Placed(
-                path=path,  # type: ignore[arg-type]  # plain words, not literals
+                path=path,
                 cast=cast,  # type: ignore[arg-type]  # the same
                 buffer_bytes=_PIECE_BYTES,
                 buffer_count=_BUFFERS,

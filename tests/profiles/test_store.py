@@ -342,7 +342,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no schema": (write_over(lambda text: text.replace("schema: 1\n", "")), "no schema"),
     "a missing field": (write_over(lambda text: re.sub(r"\nplan: .*", "", text)), "plan"),
     "a wrong type": (write_over(lambda text: text.replace("count: 8", "count: many")), "count"),
-    "an unknown path": (write_over(lambda text: text.replace("path: staged", "path: teleport")), "teleport"),
+    "a path that is no name": (
+        write_over(lambda text: text.replace("path: staged", "path: Tele-port")),
+        "path",
+    ),
     "a short row": (write_over(lambda text: text.replace("- [d2h, pageable,", "- [d2h,", 1)), "table"),
     "no rows": (write_over(lambda text: text.replace("  rows:", "  lines:", 1)), "table"),
     "a sample that is no number": (write_over(lambda text: text.replace(" 1.021e-05", " fast", 1)), "fast"),
