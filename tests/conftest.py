@@ -60,8 +60,21 @@ def set_environment() -> None:
     _fake_cache(os.environ.get("AUTOTUNE_OFFLOAD_TEST_CACHE"))
 
 
+def _without_constants_of_the_code() -> None:
+    """Examples hang on the test alone: Hypothesis would mix in constants of every module of ours that is loaded.
+
+    Then any change anywhere, or another selection of tests, draws other examples, and a find stops somebody else.
+    """
+    from hypothesis.internal.conjecture import providers
+    from hypothesis.internal.constants_ast import Constants
+
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = Constants
+
+
 def _choose_examples(count: str | None) -> None:
     """The same few in every run, or so many that are drawn; a failure then prints what draws it again."""
+    _without_constants_of_the_code()
     few = settings(derandomize=True, database=None, deadline=None, max_examples=FEW_EXAMPLES)
     settings.register_profile("few", few)
     if count is None:

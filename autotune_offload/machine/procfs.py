@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 NO_LIMIT = 1 << 62  # cgroup v1 writes "none" as 2**63 - 1 rounded down to the page size
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)  # int() refuses thousands of digits
 _MOST_CPUS = 1 << 16  # eight times what any kernel is built for
 
 
