@@ -80,7 +80,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         importlib.invalidate_caches()
         forget()
         yield tmp_path / "site"
+    importlib.invalidate_caches()
     forget()
+    assert packaged.names() == (), "the package is still found"
 
 
 def candidate(path: str) -> Candidate:
@@ -142,15 +144,13 @@ def test_it_is_predicted_timed_and_compared_like_ours() -> None:
     assert all(each.measured_seconds is None and each.rejected for each in wrong)
 
 
-def test_a_stored_choice_whose_package_is_gone_is_a_miss(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stored_choice_whose_package_is_gone_is_a_miss(site: Path, tmp_path: Path) -> None:
     """With the package it is found; without, it is measured anew, and the file can still be read and shown."""
     store = Store(tmp_path / "profiles")
     profile = make_profile(choice=make_choice(path="parked"))
     saved = store.save(profile)
     assert isinstance(store.lookup(profile.fingerprint), Profile)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(site)])
+    sys.path.remove(str(site))  # in place: what the fixture puts back is the list's content
     importlib.invalidate_caches()
     forget()
     found = store.lookup(profile.fingerprint)
